@@ -20,14 +20,13 @@ from hf_axonn.compat.versions import NEEDED, OPTIONAL, bounds, check_versions, o
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import read_launch_file, write_temporary
 from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
-from hf_axonn.planner.jobs import DTYPE_BYTES, SEQUENCE, too_long
+from hf_axonn.planner.from_settings import DTYPE_BYTES, SEQUENCE, too_long
 from hf_axonn.planner.machine import known_machines, load_machine
 from hf_axonn.planner.memory import RESERVE, Memory, memory
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Stack
-from hf_axonn.planner.pipelined import memory_of_rank
-from hf_axonn.planner.stages import stages_of
-from hf_axonn.planner.tracing.read_shape import shape_of
+from hf_axonn.planner.shapes import ModelShape
+from hf_axonn.planner.stages import divide_model, memory_of_rank
+from hf_axonn.planner.step import Step
+from hf_axonn.profiling.read_shape import shape_of
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
 
@@ -339,7 +338,7 @@ def _examine_memory(
             reduce_bytes=DTYPE_BYTES[launch.config.reduce_dtype],
             residual_bytes=DTYPE_BYTES.get(launch.config.residual_dtype),
             checkpointing=options.checkpointing,
-            kept_layers=_kept_layers(launch.config, shape),
+            keep_gathered=launch.config.keep_gathered,
         )
         parts = _memory_of_first(shape, launch.config, step, layout, options.accumulation)
         total = parts.total - parts.states + states
@@ -375,16 +374,11 @@ def _size(count: float) -> str:
     return f"{count / 2**10:.2f} KiB" if count else "0"
 
 
-def _memory_of_first(shape: Stack, config: AxonnConfig, step: Step, layout: str, accumulation: int) -> Memory:
+def _memory_of_first(shape: ModelShape, config: AxonnConfig, step: Step, layout: str, accumulation: int) -> Memory:
     """What rank 0 holds; of a pipeline its stages, and what of them is in flight."""
     grid = config.grid
     if grid.pipe == 1:
         return memory(shape, grid, step, layout=layout)
     step = replace(step, micro_batches=max(accumulation, grid.pipe))  # too few are filled up
-    held = stages_of(shape, grid.pipe, config.stages_per_rank, step.seq).held[0]
+    held = divide_model(shape, grid.pipe, config.stages_per_rank, step.seq).held[0]
     return memory_of_rank((config.schedule, config.stages_per_rank), grid, step, layout, held, 0)
-
-
-def _kept_layers(config: AxonnConfig, shape: Stack) -> int:
-    keep = config.keep_gathered
-    return keep if isinstance(keep, int) else shape.depth if keep == "all" else 0

@@ -38,7 +38,7 @@ def environment_report() -> Iterator[str]:
     yield VERSION
     yield f"python {platform.python_version()}, {platform.system()} {platform.release()}, {platform.machine()}"
     for name in PACKAGES:
-        yield f"{name} {installed(name)}"
+        yield f"{name} {installed_version(name)}"
     yield from _unmet()
     if os.environ.get(SWITCH) == "0":
         yield f"releases that are not proven are let pass by {SWITCH}=0"
@@ -49,8 +49,8 @@ def environment_report() -> Iterator[str]:
     yield from variables(os.environ)
 
 
-def installed(package: str) -> str:
-    """The version of a package, or that there is none."""
+def installed_version(package: str) -> str:
+    """Return the version of a package, or MISSING."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -58,18 +58,18 @@ def installed(package: str) -> str:
 
 
 def _unmet() -> Iterator[str]:
-    """Requirements of this package that the environment does not meet; those of peft and trl where they are there."""
+    """Yield requirements of this package that the environment does not meet; those of peft and trl if installed."""
     from packaging.requirements import Requirement
 
     try:
-        wanted = [Requirement(text) for text in requires("hf_axonn") or ()]
+        requirements = [Requirement(text) for text in requires("hf_axonn") or ()]
     except PackageNotFoundError:
         yield "hf_axonn is not installed, but imported from a folder: `accelerate launch --config` does not know it"
         return
-    for requirement in wanted:
+    for requirement in requirements:
         name, specifier = requirement.name, bounds(requirement)
         needed = requirement.marker is None or requirement.marker.evaluate()
-        if needed and installed(name) == MISSING:
+        if needed and installed_version(name) == MISSING:
             yield f"NOT MET: {name}{specifier}: {name} {MISSING}"
         elif (needed or name in OPTIONAL) and (found := outside(requirement)):
             yield f"NOT MET: {name}{specifier}: there is {found}"
@@ -121,7 +121,7 @@ def _has_backend(dist, name: str) -> bool:
 
 
 def _links() -> Iterator[str]:
-    """What joins the devices of a node, and the nodes."""
+    """Yield lines on the links between the devices of a node, and between nodes."""
     for program, *words in (
         ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         ("nvidia-smi", "topo", "-m"),

@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.cli.plan_report import in_short, inline, number_of, pasted, sizes
+from hf_axonn.cli.plan_report import in_short, inline, number_of, section_lines, sizes
 from hf_axonn.compat.arguments import with_reason
 from hf_axonn.config import PRECISIONS
 from hf_axonn.launch.launch_file import core_count, gpu_count
-from hf_axonn.planner.jobs import SEQUENCE, batch_of, number, too_long, usual_seq
+from hf_axonn.planner.dense import GPTS
+from hf_axonn.planner.from_settings import SEQUENCE, choose_batch, number, too_long, usual_seq
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import known_machines, load_machine, machine_of_gpus
-from hf_axonn.planner.model.catalog import GPTS
-from hf_axonn.planner.model.stack import Stack
-from hf_axonn.planner.predict import Job
 from hf_axonn.planner.search import GridRanking, plan
 from hf_axonn.planner.settings import EXACT
-from hf_axonn.planner.tracing.read_shape import read_shape
+from hf_axonn.planner.shapes import ModelShape
+from hf_axonn.profiling.read_shape import read_shape
 from hf_axonn.topology.grid import Grid
 
 
@@ -122,18 +122,18 @@ def run_init(options: argparse.Namespace) -> int:
     shape = read_shape(model) if devices.machine and model else None
     seq = _answer(options.seq, "tokens of a sequence", usual_seq(shape) if shape else SEQUENCE, number, asks)
     tokens = _answer(options.batch_tokens, "tokens of a step", ROWS * processes * seq, number, asks)
-    batch = batch_of(tokens, seq, processes)
-    said = [f"{batch.note}."] if batch.note else []
+    batch = choose_batch(tokens, seq, processes)
+    lines = [f"{batch.note}."] if batch.note else []
     if shape and devices.machine:
-        found = planned(shape, devices.machine, batch.sequences, seq, processes, precision)
-        said += [*unlike(found, devices.machine, processes // nodes, nodes), *in_short(found)]
-        said += [f"  {long}"] if (long := too_long(seq, shape.context)) else []
-        section = pasted(found.best)
+        found = plan_grid(shape, devices.machine, batch.sequences, seq, processes, precision)
+        lines += [*unlike(found, devices.machine, processes // nodes, nodes), *in_short(found)]
+        lines += [f"  {long}"] if (long := too_long(seq, shape.context)) else []
+        section = section_lines(found.best)
         about = f"{model} on {number_of(processes, 'GPU')} of {found.job.machine.name}"
     else:
         grid = default_grid(processes, nodes, batch.sequences)
         section, about = ["axonn_config:", f"  grid: {inline(grid)}"], why_default(grid, devices)
-        said += [about, *([] if devices.machine else how_to_measure(processes // nodes))]
+        lines += [about, *([] if devices.machine else how_to_measure(processes // nodes))]
     about = f"# By hf-axonn init: {about}, for {number_of(batch.sequences, 'sequence')} of {seq:,} tokens a step."
     text = "\n".join([about, *_settings(processes, nodes, precision, devices.use_cpu), *section]) + "\n"
     try:
@@ -141,8 +141,8 @@ def run_init(options: argparse.Namespace) -> int:
             file.write(text)
     except FileExistsError:
         raise ValueError(f"{output} is there meanwhile: give another --output, or --force.") from None
-    said += [line.removeprefix("# ") for line in section if line.startswith("#")]
-    print("\n".join([*said, f"{output} is written. Start your script with", "", *launch_lines(output, nodes)]))
+    lines += [line.removeprefix("# ") for line in section if line.startswith("#")]
+    print("\n".join([*lines, f"{output} is written. Start your script with", "", *launch_lines(output, nodes)]))
     return 0
 
 
@@ -186,8 +186,14 @@ def check_processes(processes: int, nodes: int, devices: Devices, *, named: bool
         )
 
 
-def planned(shape: Stack, machine: str, sequences: int, seq: int, processes: int, precision: str) -> GridRanking:
-    """The plan of `hf-axonn plan` with its defaults; raises ValueError if no grid fits."""
+def plan_grid(
+    shape: ModelShape, machine: str, sequences: int, seq: int, processes: int, precision: str
+) -> GridRanking:
+    """Plan as `hf-axonn plan` does with its defaults.
+
+    Raises:
+        ValueError: no grid fits.
+    """
     compute = 4 if precision == "no" else 2
     job = Job(
         shape=shape,
@@ -204,7 +210,7 @@ def planned(shape: Stack, machine: str, sequences: int, seq: int, processes: int
 
 
 def default_grid(processes: int, nodes: int, sequences: int) -> Grid:
-    """The grid where nothing is known of the machine: nodes are copies (data), the ranks of a node divide the weights
+    """The grid for an unknown machine: nodes are copies (data), the ranks of a node divide the weights
     (z), and where there are fewer sequences than ranks, the rest divides every layer (x)."""
     data = math.gcd(nodes, sequences)
     z = math.gcd(processes // nodes, sequences // data)
@@ -212,13 +218,13 @@ def default_grid(processes: int, nodes: int, sequences: int) -> Grid:
 
 
 def why_default(grid: Grid, devices: Devices) -> str:
-    """That the grid is not planned, and why."""
+    """Say that the grid is not planned, and why."""
     why = "no model was named" if devices.machine else "the planner knows no such machine"
     return f"the default grid, {sizes(grid)}, as {why}"
 
 
 def how_to_measure(local: int) -> list[str]:
-    """What to do for a plan on a machine of which nothing is known, with so many processes on a node."""
+    """Lines on how to plan for an unknown machine, with `local` processes on a node."""
     measure = f"torchrun --nproc-per-node {local} -m hf_axonn bench-links --output this.json"
     return [f"  to plan, measure it: {measure}", "  and repeat this with --machine this.json --model MODEL --force"]
 
@@ -264,7 +270,8 @@ def _precision(text: str) -> str:
 
 
 def _answer(given: Any, question: str, default: Any, read: Callable[[str], Any], asks: bool) -> Any:
-    """What an option says; else what is answered, asked again while it is wrong; else the default."""
+    """Return the value of an option; else the answer of the user, who is asked again while it is wrong; else the
+    default."""
     if given is not None or not asks:
         return default if given is None else given
     while True:

@@ -1,8 +1,7 @@
-"""`hf-axonn plan`: which grid for a model, a machine and a number of GPUs; and `hf-axonn bench-links`.
+"""`hf-axonn plan`, the grid for a model, a machine and a number of GPUs, and `hf-axonn bench-links`.
 
     hf-axonn plan --model CONFIG|DIR|gpt-80b --machine frontier --gpus 8192 --batch-tokens 16.8M --seq 2048
     hf-axonn plan ... --sweep 512..32768       one line for each power of two
-    hf-axonn plan ... --paper                  the paper's own model: communication alone, equations (1) to (7)
     torchrun --nproc-per-node 8 -m hf_axonn bench-links --output this.json
 
 No process group and no GPU is needed for a plan. Bad input ends with exit code 2 and a message (main.py). `--plot`
@@ -17,19 +16,27 @@ import math
 import sys
 from typing import Any
 
-from hf_axonn.cli.plan_report import cost, doubts, header, lines, number_of, sweep_lines
+from hf_axonn.cli.plan_report import cost, doubts, header, lines, sweep_lines
 from hf_axonn.compat.arguments import with_reason
 from hf_axonn.planner import confidence, settings
-from hf_axonn.planner.jobs import PRECISION_BYTES, SEQUENCE, batch_of, make_job, number, pipe_sizes, usual_seq
+from hf_axonn.planner.dense import GPTS
+from hf_axonn.planner.from_settings import (
+    PRECISION_BYTES,
+    SEQUENCE,
+    choose_batch,
+    make_job,
+    number,
+    pipe_sizes,
+    usual_seq,
+)
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import known_machines
-from hf_axonn.planner.model.catalog import GPTS
-from hf_axonn.planner.model.shapes import BASES
-from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.pipelined import Pipelined
-from hf_axonn.planner.predict import Job, Prediction
-from hf_axonn.planner.search import GridRanking, grids, plan, sweep
-from hf_axonn.planner.time.paper import rank_grids
-from hf_axonn.planner.tracing.read_shape import read_shape
+from hf_axonn.planner.predict import Prediction
+from hf_axonn.planner.search import GridRanking, plan, sweep
+from hf_axonn.planner.shapes import ModelShape
+from hf_axonn.planner.step import BASES
+from hf_axonn.profiling.read_shape import read_shape
 from hf_axonn.topology.axis_order import written
 
 
@@ -50,10 +57,6 @@ PARTS = {
 
 
 HATCHES = {"exposed": "///", "other": "...", "slowdown": "xxx"}
-
-
-# Options that others have no effect on.
-WITHOUT = {"paper": ("tokens", "price", "overlap", "plot"), "sweep": ("overlap",)}
 
 
 def add_plan(commands) -> None:
@@ -101,8 +104,6 @@ def add_plan(commands) -> None:
     )
     parser.add_argument("--price", type=_price, metavar="MONEY", help="of a GPU hour: what the training costs")
     parser.add_argument("--overlap", action="store_true", help="what each overlap of communication gains")
-    parser.add_argument("--schedule", choices=("hf_axonn", "axonn"), default="hf_axonn", help="whose collectives")
-    parser.add_argument("--paper", action="store_true", help="rank by the paper's equations alone")
     parser.add_argument("--sweep", metavar="FIRST..LAST", help="plans for FIRST, twice as many, up to LAST GPUs")
     parser.add_argument("--weak", action="store_true", help="with --sweep: the batch grows with the GPUs")
     parser.add_argument("--plot", metavar="FILE", help="a picture of the table, .png or .svg; needs matplotlib")
@@ -117,39 +118,33 @@ def run_plan(options: argparse.Namespace) -> int:
     """
     if options.top < 1:
         raise ValueError(f"--top is {options.top}: give a number above 0.")
-    if options.sweep and (options.gpus or options.paper):
-        raise ValueError("--sweep stands in place of --gpus, and not with --paper.")
+    if options.sweep and options.gpus:
+        raise ValueError("--sweep stands in place of --gpus.")
     if not options.sweep and options.gpus is None:
         raise ValueError("--gpus is missing: give the number of GPUs, or --sweep FIRST..LAST.")
     if options.weak and not options.sweep:
         raise ValueError("--weak goes with --sweep FIRST..LAST.")
-    for one, others in WITHOUT.items():
-        for other in others:
-            if getattr(options, one) and getattr(options, other):
-                raise ValueError(f"--{one} says nothing of --{other}: leave one of them out.")
+    if options.sweep and options.overlap:
+        raise ValueError("--sweep says nothing of --overlap: leave one of them out.")
     counts = _gpu_counts(options.sweep) if options.sweep else [options.gpus]
     shape = read_shape(options.model)
     options.seq = options.seq or usual_seq(shape)
     tokens = options.batch_tokens or options.batch_sequences * options.seq
-    batch = batch_of(tokens, options.seq, counts[0] if options.weak else counts[-1])
+    batch = choose_batch(tokens, options.seq, counts[0] if options.weak else counts[-1])
     if batch.note:
         print(f"note: {batch.note}", file=sys.stderr)
     texts = [*options.fix, *(["checkpointing=off"] if options.no_checkpointing else [])]
     texts += [f"reduce_dtype={options.reduce_dtype}"] if options.reduce_dtype else []
-    fixed = settings.fixed(texts)
+    fixed = settings.parse_fixed(texts)
     given = {text.partition("=")[0] for text in texts}
     options.free = [name for name in (*settings.EXACT, *options.free) if name not in given]
-    if options.lora and (options.schedule != "hf_axonn" or options.paper):
-        raise ValueError("--lora is planned for this engine alone: leave out --schedule axonn and --paper.")
     if options.base != "full" and not options.lora:
         raise ValueError(f"--base {options.base} goes with --lora RANK: weights of 4 bits are not trained.")
-    if options.pipe != "1" and (options.schedule != "hf_axonn" or options.paper or options.lora):
-        raise ValueError("--pipe is planned for this engine's schedule, and without --paper and --lora.")
+    if options.pipe != "1" and options.lora:
+        raise ValueError("--pipe is not planned with --lora: leave one of them out.")
     options.pipes = pipe_sizes(options.pipe, "--pipe")
     job = _job(options, shape, batch.sequences, fixed)
-    if options.sweep:
-        return _sweep(options, job, counts)
-    return _paper(options, job) if options.paper else _plan(options, job)
+    return _sweep(options, job, counts) if options.sweep else _plan(options, job)
 
 
 def _price(text: str) -> float:
@@ -161,7 +156,7 @@ def _price(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
 
 
-def _job(options: argparse.Namespace, shape: Stack, sequences: int, fixed: dict[str, Any]) -> Job:
+def _job(options: argparse.Namespace, shape: ModelShape, sequences: int, fixed: dict[str, Any]) -> Job:
     return make_job(
         options.model,
         options.machine,
@@ -173,13 +168,12 @@ def _job(options: argparse.Namespace, shape: Stack, sequences: int, fixed: dict[
         attention=options.attention,
         lora=options.lora,
         base=options.base,
-        schedule=options.schedule,
         **fixed,
     )
 
 
 def _plan(options: argparse.Namespace, job: Job) -> int:
-    """The grids of one number of GPUs."""
+    """Plan for one number of GPUs."""
     found = plan(job, options.gpus, free=options.free, pipes=options.pipes)
     if options.json:
         print(json.dumps(as_json(found, options), indent=2))
@@ -193,7 +187,7 @@ def _plan(options: argparse.Namespace, job: Job) -> int:
 
 
 def _sweep(options: argparse.Namespace, job: Job, counts: list[int]) -> int:
-    """The best grid of each of several numbers of GPUs."""
+    """Plan for several numbers of GPUs."""
     plans = sweep(job, counts, weak=options.weak, free=options.free, pipes=options.pipes)
     if options.json:
         print(json.dumps([as_json(found, options, 1) for found in plans], indent=2))
@@ -208,32 +202,15 @@ def _sweep(options: argparse.Namespace, job: Job, counts: list[int]) -> int:
 
 
 def _gpu_counts(text: str) -> list[int]:
-    """FIRST..LAST as numbers of GPUs, each twice the one before."""
+    """Read FIRST..LAST as numbers of GPUs, each twice the one before."""
     first, dots, last = text.partition("..")
     if not (dots and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
         raise ValueError(f"--sweep is {text!r}: write the first and last number of GPUs, 512..32768.")
     return [int(first) << shift for shift in range(int(last).bit_length()) if int(first) << shift <= int(last)]
 
 
-def _paper(options: argparse.Namespace, job: Job) -> int:
-    """The paper's own model: sorted by the communication time of equations (1) to (7)."""
-    legal = [grid for grid in grids(options.gpus) if job.sequences % grid.dp_size == 0]
-    ranked = rank_grids(job.shape, job.machine, legal, job.tokens)[: options.top]
-    if options.json:
-        print(json.dumps([{"grid": grid.as_dict(), "communication_seconds": time} for time, grid in ranked], indent=2))
-        return 0
-    print(
-        header(job, number_of(options.gpus, "GPU"))
-        + "\ncommunication by equations (1) to (7), memory not considered\n"
-    )
-    print(f"{'':>3} {'data':>5} {'z':>5} {'y':>5} {'x':>5} {'seconds':>9}")
-    for place, (time, grid) in enumerate(ranked, start=1):
-        print(f"{place:>3} {grid.data:>5} {grid.z:>5} {grid.y:>5} {grid.x:>5} {time:>9.3f}")
-    return 0
-
-
 def as_json(found: GridRanking, options: argparse.Namespace, top: int | None = None) -> dict[str, Any]:
-    """A plan as JSON, with `top` grids, those of --top by default."""
+    """Return a plan as JSON, with `top` grids, those of --top by default."""
     return {
         "machine": found.job.machine.name,
         "gpus": found.gpus,
@@ -248,7 +225,7 @@ def as_json(found: GridRanking, options: argparse.Namespace, top: int | None = N
 
 
 def entry_json(entry: Prediction, options: argparse.Namespace) -> dict[str, Any]:
-    """A prediction as JSON: seconds, bytes, FLOP/s, and what the training costs."""
+    """Return a prediction as JSON: seconds, bytes, FLOP/s, and what the training costs."""
     return {
         "grid": entry.grid.as_dict(),
         "order": written(entry.order, entry.grid),
@@ -271,7 +248,7 @@ def entry_json(entry: Prediction, options: argparse.Namespace) -> dict[str, Any]
 
 
 def pipeline_json(found: Pipelined) -> dict[str, Any]:
-    """How a pipeline lies, as JSON: layers of each stage, shares, seconds."""
+    """Return a pipeline as JSON: layers of each stage, shares, seconds."""
     return {
         "stages_per_rank": found.stages.per_rank,
         "layers": [len(stage) for stage in found.stages.layers],
@@ -284,7 +261,7 @@ def pipeline_json(found: Pipelined) -> dict[str, Any]:
 
 
 def plot_plan(found: GridRanking, file: str, top: int) -> None:
-    """Stacked bars: what the step of each of the first grids is made of."""
+    """Draw stacked bars: the parts of a step on each of the first grids."""
     pyplot = _pyplot()
     entries = found.ranked[:top]
     piped = any(entry.pipelined for entry in entries)
@@ -307,7 +284,7 @@ def plot_plan(found: GridRanking, file: str, top: int) -> None:
 
 
 def plot_sweep(plans: list[GridRanking], file: str, *, weak: bool) -> None:
-    """PFLOP/s of all GPUs, and TFLOP/s of one, against the number of GPUs."""
+    """Draw PFLOP/s of all GPUs, and TFLOP/s of one, against the number of GPUs."""
     pyplot = _pyplot()
     bests = [found.best for found in plans if found.ranked]
     counts = [best.grid.size for best in bests]
@@ -359,6 +336,6 @@ def add_bench_links(commands) -> None:
 
 def run_bench_links(options: argparse.Namespace) -> int:
     """`hf-axonn bench-links`; returns the exit code."""
-    from hf_axonn.planner.measure.bench_links import bench_links
+    from hf_axonn.profiling.bench_links import bench_links
 
     return bench_links(options.output, seconds=options.seconds, peak=options.peak_tflops)

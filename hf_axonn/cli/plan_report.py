@@ -1,4 +1,4 @@
-"""What `hf-axonn plan` prints: the answer first, then the next grids, what is left out, and what to paste."""
+"""Writes the answer of `hf-axonn plan`: the first grid, the next ones, those left out, and the section to paste."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from hf_axonn.planner import confidence, settings
-from hf_axonn.planner.jobs import too_long
+from hf_axonn.planner.from_settings import too_long
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE
-from hf_axonn.planner.predict import Job, Prediction, predict, reorder
+from hf_axonn.planner.predict import Prediction, predict
 from hf_axonn.planner.search import GridRanking, alternatives
-from hf_axonn.planner.traffic.shares import heads_repeat
+from hf_axonn.planner.shapes import heads_repeat
 from hf_axonn.topology.axis_order import ORDER, written
 from hf_axonn.topology.grid import Grid
 
 
-NEXT = 4  # places that are named where little is said
-WORTH = 0.02  # what a dtype that rounds differently has to save to be mentioned
+NEXT = 4  # places that a short answer names
+WORTH = 0.02  # share that a dtype with other rounding has to save to be mentioned
 # The overlaps in the order in which AxoNN's paper adds them (arXiv 2502.08145), as fields of a Job.
 OVERLAPS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("none", {"all_reduce": False, "reduce_scatter": False, "all_gather": False}),
@@ -28,12 +29,12 @@ OVERLAPS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def number_of(count: int, noun: str, plural: str = "") -> str:
-    """1 sequence, 2 sequences."""
+    """Write a count with its noun: 1 sequence, 2 sequences."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def _short(number: int) -> str:
-    """2T, 300B, 16.8M: as it is written on the command line."""
+    """Write a number as on the command line: 2T, 300B, 16.8M."""
     for letter, value in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
         if number >= value:
             return f"{number / value:g}{letter}"
@@ -46,20 +47,19 @@ def sizes(grid: Grid) -> str:
 
 
 def header(job: Job, gpus: str) -> str:
-    """What is planned, in one line."""
+    """One line on the model, the machine and the batch."""
     return (
         f"{job.shape.parameters() / 1e9:.1f} billion parameters on {gpus} of {job.machine.name}, "
         f"{number_of(job.sequences, 'sequence')} of {job.seq:,} tokens a step"
         + (f", LoRA of rank {job.lora}" if job.lora else "")
         + {"full": "", "4bit": " on 4 bits", "4bit-double": " on 4 bits, double quantization"}[job.base]
-        + ("" if job.schedule == "hf_axonn" else f", schedule {job.schedule}")
     )
 
 
 def lines(
     found: GridRanking, top: int, *, tokens: int | None = None, price: float | None = None, overlap: bool = False
 ) -> list[str]:
-    """A plan as text.
+    """Lines of a plan.
 
     Args:
         found: the plan.
@@ -80,11 +80,11 @@ def lines(
     ]
     if overlap:
         text += ["", *_overlaps(found.best)]
-    return [*text, "", *pasted(found.best)]
+    return [*text, "", *section_lines(found.best)]
 
 
 def cost(entry: Prediction, tokens: int | None = None, price: float | None = None) -> dict[str, Any]:
-    """What a training costs on a grid: days, GPU hours and money, with the interval of its step.
+    """Costs of a training on a grid: days, GPU hours and money, with the interval of its step.
 
     Args:
         tokens: of the whole training; None: of a billion.
@@ -139,7 +139,7 @@ def _answer(found: GridRanking, costs: dict[str, Any]) -> list[str]:
 
 
 def _stages(best: Prediction) -> list[str]:
-    """How the pipeline of the first grid lies, if it has one."""
+    """Lines on the stages of the first grid, if it has a pipeline."""
     found = best.pipelined
     if found is None:
         return []
@@ -179,7 +179,7 @@ def _part(seconds: float, best: Prediction) -> str:
 
 
 def doubts(found: GridRanking) -> list[str]:
-    """How sure the first place is, and the order of its axes."""
+    """Sentences on how sure the first place is, and on the order of its axes."""
     best, text = found.best, []
     close = [entry for entry in found.ranked[1:] if confidence.too_close(best, entry)]
     if close:
@@ -198,7 +198,7 @@ def doubts(found: GridRanking) -> list[str]:
             f"{ranks} ranks of x and y compute the same attention, as the heads of the model do not divide among them"
         )
     if best.order != ORDER:
-        gain = 1 - best.total / reorder(best, ORDER).total
+        gain = 1 - best.total / best.reorder(ORDER).total
         text.append(
             f"its axes lie on the machine in the order {', '.join(written(best.order, best.grid))} (the fastest links "
             f"first), which takes {gain:.0%} less than the engine's own, {', '.join(written(ORDER, best.grid))}"
@@ -264,7 +264,7 @@ def _left_out(found: GridRanking) -> list[str]:
 
 
 def _overlaps(best: Prediction) -> list[str]:
-    """What each overlap gains on the first grid."""
+    """Lines on the gain of each overlap on the first grid."""
     text, before = ["Overlaps on this grid, added one by one:"], 0.0
     for name, off in OVERLAPS:
         job = replace(best.job, micro_batches=best.micro_batches, **off)
@@ -275,8 +275,8 @@ def _overlaps(best: Prediction) -> list[str]:
     return text
 
 
-def pasted(best: Prediction) -> list[str]:
-    """The section of a launch file, and what Trainer needs, as a comment."""
+def section_lines(best: Prediction) -> list[str]:
+    """The section of a launch file, and Trainer's arguments, as a comment."""
     chosen, job = settings.as_text(best.job), best.job
     text = ["axonn_config:", f"  grid: {inline(best.grid)}"]
     if best.order != ORDER:

@@ -19,7 +19,7 @@ Two meanings of "the same on every rank" keep the backward passes right:
     gather_replicated    all-gather       own block         replicated
     take_replicated      own block        all-gather        of this rank's block
 
-`observe` tells a callback of every collective that this process issues (planner/measure/traffic_counter.py counts
+`observe` tells a callback of every collective that this process issues (tests/helpers/traffic_counter.py counts
 bytes with it). `watch_waits` puts a context around everything in which this process waits for one
 (monitoring/waits.py measures it).
 """

@@ -1,1 +1,1 @@
-"""How a run starts: the launch file, `axonn-launch`, stock `accelerate launch`, notebooks."""
+"""Starts a run: the launch file, `axonn-launch`, stock `accelerate launch`, notebooks."""

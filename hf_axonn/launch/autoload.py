@@ -1,4 +1,4 @@
-"""What torch runs at the end of every `import torch` in an environment where this package is installed.
+"""Hook that torch runs at the end of every `import torch` in an environment where this package is installed.
 
 It is registered under the entry point group `torch.backends`, and is how stock accelerate learns of our launch file:
 
@@ -80,7 +80,7 @@ def _program() -> str:
 
 
 def _is_command(path: str) -> bool:
-    """Whether a file is what pip writes for a launcher's command, and no script of that name."""
+    """True if a file is the one that pip writes for a launcher's command, and no script of that name."""
     try:
         with open(path, "rb") as file:
             start = file.read(4096)

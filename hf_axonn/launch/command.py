@@ -200,7 +200,7 @@ def read_launch_file(path: Path) -> dict:
 
 
 def _is_small(settings: object) -> bool:
-    """Whether there are few values, those behind YAML's aliases counted as often as they stand there."""
+    """True if there are at most MOST_VALUES values, those behind YAML's aliases counted at every place."""
     count, stack = 0, [settings]
     while stack and count <= MOST_VALUES:
         value = stack.pop()
@@ -211,7 +211,7 @@ def _is_small(settings: object) -> bool:
 
 
 def write_temporary(settings: dict) -> str:
-    """The name of a file with these settings, which is removed when this process ends."""
+    """Write settings to a file that is removed when this process ends, and return its name."""
     import atexit
     import tempfile
 

@@ -44,7 +44,7 @@ def gpu_settings(grid: Grid, environ: Mapping[str, str]) -> tuple[dict[str, str]
 
 
 def has_nvidia() -> bool:
-    """Whether this torch is built for NVIDIA's GPUs, and not for AMD's."""
+    """True if this torch is built for NVIDIA's GPUs, and not for AMD's."""
     import torch
 
     return torch.version.cuda is not None

@@ -16,8 +16,8 @@ from typing import Any
 
 from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig
 from hf_axonn.launch.gpu_settings import gpu_settings, has_nvidia
-from hf_axonn.planner.jobs import resolve_auto
-from hf_axonn.planner.tracing.read_shape import read_shape
+from hf_axonn.planner.from_settings import resolve_auto
+from hf_axonn.profiling.read_shape import read_shape
 
 
 SECTION = "axonn_config"
@@ -43,13 +43,13 @@ MULTI_DEVICE = tuple(f"MULTI_{kind}" for kind in ("GPU", "XPU", "NPU", "HPU", "M
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch file comes down to.
+    """A resolved launch file.
 
     Args:
         config: the validated section.
         settings: the launch file that stock accelerate is given.
         environment: variables for the processes.
-        notes: what a user should be told.
+        notes: sentences for the user.
     """
 
     config: AxonnConfig
@@ -109,15 +109,19 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
         if not os.environ.get("OMP_NUM_THREADS") and "num_cpu_threads_per_process" not in options:
             environment["OMP_NUM_THREADS"] = str(max(1, core_count() // (num_processes // num_machines)))
     elif kind == "MULTI_GPU" and config.grid.size > 1 and has_nvidia():
-        chosen, told = gpu_settings(config.grid, os.environ)
+        chosen, gpu_notes = gpu_settings(config.grid, os.environ)
         environment |= chosen
-        notes += told
+        notes += gpu_notes
     kept["use_cpu"], kept["distributed_type"] = use_cpu, kind
     return Launch(config=config, settings=kept, environment=environment, notes=tuple(notes))
 
 
 def _refuse(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> None:
-    """What cannot stand beside axonn_config."""
+    """Refuse sections and options that cannot stand beside axonn_config.
+
+    Raises:
+        ValueError: there is one.
+    """
     for section, switch in REFUSED_SECTIONS.items():
         if settings.get(section) or switch in options:
             name = section if settings.get(section) else f"--{switch}"
@@ -184,10 +188,11 @@ def _integer(
 
 
 def _restarts(options: Mapping[str, str | None], num_machines: int) -> bool:
-    """Whether torchrun starts the processes again after a failure, and needs a store for each start.
+    """True if torchrun starts the processes again after a failure, and needs a store for each start.
 
-    By default it keeps one store, in which new processes find what the former ones wrote: addresses at which nobody
-    listens, and who failed. Without the static rendezvous and without sharing, rank 0 makes one at each start.
+    By default it keeps one store, in which new processes find what the former ones wrote: addresses at which no
+    process listens, and the ranks that failed. Without the static rendezvous and without sharing, rank 0 makes one at
+    each start.
     """
     restarts = _integer("max_restarts", {}, options, default=0, least=0)
     if restarts and num_machines > 1:
@@ -218,7 +223,7 @@ def _distributed_type(settings: Mapping[str, Any], options: Mapping[str, str | N
 def _use_cpu(
     settings: Mapping[str, Any], options: Mapping[str, str | None], kind: str, num_processes: int
 ) -> tuple[bool, list[str]]:
-    """Whether the processes run on the CPU, and what to tell the user about it.
+    """Decide whether the processes run on the CPU, and return notes on it for the user, too.
 
     Left to itself, a process on a machine without a GPU would run alone, as if it were the only one.
     """

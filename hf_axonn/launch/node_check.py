@@ -39,9 +39,9 @@ def compare_or_exit(environ: MutableMapping[str, str]) -> None:
 
 
 def compare(environ: MutableMapping[str, str]) -> None:
-    """In a process that a launcher of several nodes started under AXONN_CONFIG: compare what their launch files say.
+    """Compare the launch files of several nodes, in a process that one of their launchers started under AXONN_CONFIG.
 
-    Nothing in the other processes of a node, which its launcher ends with the first one; in processes that such a
+    Do nothing in the other processes of a node, which its launcher ends with the first one; in processes that such a
     process starts; and where no launcher keeps a store. Of a node that says nothing within PATIENCE the others print
     a note and go on.
 

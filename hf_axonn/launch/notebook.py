@@ -105,7 +105,7 @@ def notebook_launcher(
 
 
 class _Worker:
-    """What runs in every process: the function, on its grid. Can be pickled where the function can."""
+    """Runs the function on its grid, in every process. Can be pickled where the function can."""
 
     def __init__(self, function: Callable, environment: dict[str, str], result: Path) -> None:
         self.function = function
@@ -138,14 +138,14 @@ class _Worker:
         with failures_reported():
             value = self.function(*args)
         if os.environ["RANK"] == "0":
-            self.result.write_bytes(_pickled(value))
+            self.result.write_bytes(_pickle_result(value))
         note_end()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
 def _use_grid() -> None:
-    """As in a process that was launched with a file, where accelerate is imported after this."""
+    """Make accelerate see the grid, as in a process that was launched with a file and imports it after this."""
     from hf_axonn.compat.accelerate import forget_state
     from hf_axonn.plugin import install_default
 
@@ -168,12 +168,12 @@ def _config(grid: Grid | Mapping[str, int] | AxonnConfig) -> AxonnConfig:
 
 @dataclass(frozen=True)
 class _Lost:
-    """In the place of a result that cannot be pickled: what to tell the user."""
+    """Stands for a result that cannot be pickled, and says so to the user."""
 
     text: str
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle_result(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as problem:  # whatever a class's own __reduce__ raises

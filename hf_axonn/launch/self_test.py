@@ -1,4 +1,4 @@
-"""What `accelerate test` runs over a launch file with `axonn_config`: does the grid work on these processes?
+"""Test of `accelerate test` for a launch file with `axonn_config`: does the grid work on these processes?
 
     accelerate test --config_file axonn.yaml
     accelerate launch --config axonn.yaml -m hf_axonn.launch.self_test      the same
@@ -23,7 +23,7 @@ from hf_axonn.plugin import AxonnPlugin
 
 STEPS = 3
 TOKENS, VOCABULARY = 16, 64
-# How far a loss may be from that of one process in float32, relative to it: rounding, and that of 8 or 11 bits.
+# Bounds of a loss's relative error to that of one process in float32: rounding, and that of 8 or 11 bits.
 BOUNDS = {"no": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 
 
@@ -55,7 +55,7 @@ def check(right: bool, what: str) -> None:
 
 
 def check_loader(accelerator: Accelerator) -> None:
-    """Rows that a prepared loader gives, over all ranks. Collective over the world."""
+    """Check the rows that a prepared loader gives, over all ranks. Collective over the world."""
     positions = accelerator.num_processes
     rows: Any = [{"row": row} for row in range(4 * positions + 1)]
     counted, own = [], []
@@ -63,15 +63,15 @@ def check_loader(accelerator: Accelerator) -> None:
         own += batch["row"].tolist()
         counted += accelerator.gather_for_metrics(batch)["row"].tolist()
     check(sorted(counted) == list(range(len(rows))), f"of {len(rows)} rows the loaders gave {sorted(counted)}.")
-    mine = accelerator.process_index
-    for position, other in gather_object([(mine, own)]):
-        check((other == own) == (position == mine), f"ranks {mine} and {position} of data * z got {own} and {other}.")
+    here = accelerator.process_index
+    for position, other in gather_object([(here, own)]):
+        check((other == own) == (position == here), f"ranks {here} and {position} of data * z got {own} and {other}.")
 
 
 def check_operations(accelerator: Accelerator) -> None:
-    """gather and reduce. Collective over the world."""
-    mine, positions = accelerator.process_index, accelerator.num_processes
-    own = torch.tensor([float(mine)], device=accelerator.device)
+    """Check gather and reduce. Collective over the world."""
+    position, positions = accelerator.process_index, accelerator.num_processes
+    own = torch.tensor([float(position)], device=accelerator.device)
     gathered = accelerator.gather(own).tolist()
     check(gathered == list(range(positions)), f"gather gave {gathered}.")
     total = accelerator.reduce(own, "sum").item()
@@ -84,11 +84,11 @@ def check_training(accelerator: Accelerator, plugin: AxonnPlugin) -> list[float]
     steps = STEPS if accelerator.mixed_precision != "fp16" else 1  # after it the scaler may have left one out
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, VOCABULARY, (steps * positions, TOKENS), generator=generator)
-    wanted = []
+    expected = []
     model, optimizer = new_model(accelerator.device)
     for ids in rows.to(accelerator.device).split(positions):
         loss = model(input_ids=ids, labels=ids).loss
-        wanted.append(loss.item())
+        expected.append(loss.item())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -105,10 +105,10 @@ def check_training(accelerator: Accelerator, plugin: AxonnPlugin) -> list[float]
         optimizer.step()
         optimizer.zero_grad()
     bound = BOUNDS[accelerator.mixed_precision]
-    close = len(found) == len(wanted) and all(
-        abs(here - there) <= bound * there for here, there in zip(found, wanted, strict=True)
+    close = len(found) == len(expected) and all(
+        abs(here - there) <= bound * there for here, there in zip(found, expected, strict=True)
     )
-    check(close, f"the losses are {found}, on one process {wanted}.")
+    check(close, f"the losses are {found}, on one process {expected}.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What CUDA's allocator holds and has done, written when it is asked for, or when memory runs out."""
+"""Snapshots of CUDA's allocator, its memory and its history, written on demand or when memory runs out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def memory_snapshots(folder: str | Path) -> Callable[[], Path]:
     returned function is called. Call it in the main thread, and once.
 
     Args:
-        folder: where; on all ranks the same, or not.
+        folder: of the files; on all ranks the same, or not.
 
     Returns:
         A function that writes a snapshot and returns its path.
@@ -55,10 +55,10 @@ def memory_snapshots(folder: str | Path) -> Callable[[], Path]:
         logger.warning(f"a snapshot of CUDA's memory, {why}: {path}")
         return path
 
-    def asked(_: int, __: FrameType | None) -> None:
+    def write_on_signal(_: int, __: FrameType | None) -> None:
         write()
 
     record_allocations()
-    signal.signal(signal.SIGUSR2, asked)
+    signal.signal(signal.SIGUSR2, write_on_signal)
     when_out_of_memory(partial(write, "which has run out"))
     return write

@@ -35,9 +35,9 @@ from hf_axonn.engine.documents import document_fields, find_document_ids, positi
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.monitoring.waits import WaitTimer
-from hf_axonn.planner.measure.peaks import peak_tflops as peak_of
-from hf_axonn.planner.model.stack import Stack
-from hf_axonn.planner.tracing.read_shape import shape_of
+from hf_axonn.planner.machine import peak_tflops as peak_of
+from hf_axonn.planner.shapes import ModelShape
+from hf_axonn.profiling.read_shape import shape_of
 
 
 logger = get_logger(__name__)
@@ -116,7 +116,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def time(self, kind: str) -> Iterator[None]:
-        """What is done inside is no step: its seconds go to `save`, `evaluation` or `other`.
+        """Count the seconds of the context as `save`, `evaluation` or `other`, not as a step.
 
         Raises:
             ValueError: another kind.
@@ -133,7 +133,7 @@ class Monitor:
             self.lap(kind)
 
     def log(self) -> dict[str, float]:
-        """The numbers since the last log; those that are not known are absent.
+        """Return the numbers since the last log; unknown ones are absent.
 
         Every rank must call it. Collectives: two all-reduces over the world, of four numbers and of one or two.
         """
@@ -167,19 +167,19 @@ class Monitor:
         return found | dict(zip(peaks, most.tolist(), strict=True)) | self.goodput()
 
     def goodput(self) -> dict[str, float]:
-        """`goodput`, and the seconds by what they went to. No communication: by the clock of this rank."""
+        """Return `goodput`, and the seconds of each kind. No communication: by the clock of this rank."""
         whole = sum(self._seconds.values())
         found = {f"seconds_{kind}": seconds for kind, seconds in self._seconds.items() if seconds}
         return {"goodput": self._seconds[STEP] / whole} | found if whole else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The seconds so far and until when they go, for a checkpoint. No communication."""
+        """Return the seconds so far and the time until which they count, for a checkpoint. No communication."""
         if self._inside:
             self.lap(self._inside)
         return {"seconds": dict(self._seconds), "time": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint: what has passed since it was saved went to the restart. No communication."""
+        """Continue from a checkpoint: the seconds since it was saved count as the restart. No communication."""
         self._last = clock()
         self._seconds = dict.fromkeys(KINDS, 0.0) | state["seconds"]
         self._seconds[RESTART] += max(0.0, self._last - state["time"])
@@ -191,32 +191,32 @@ class Monitor:
             self._counted += tokens_and_squares(batch).to(self._device, non_blocking=True)
 
     def lap(self, kind: str) -> None:
-        """What has passed since the last lap went to this."""
+        """Add the seconds since the last lap to this kind."""
         now = clock()
         self._seconds[kind] += max(0.0, now - self._last)  # a clock may be set back
         self._last = now
 
     def step_begins(self) -> None:
-        """An optimizer step begins."""
+        """Note that an optimizer step begins."""
         self._between_steps = False
         if self._waits is not None and self._measure_next and self._warm:
             self._measure_next = False
             self._waits.start()
 
     def step_ends(self) -> None:
-        """It has ended."""
+        """Note that the step has ended."""
         self._warm = self._between_steps = True
         self._done = PROGRESS.done
         if self._waits is not None:
             self._waits.stop()
 
     def _notice_end(self) -> None:
-        """In a loop, which does not say it, a step ends where gradients have been averaged."""
+        """End the step of a loop, which does not report it, where gradients have been averaged."""
         if PROGRESS.done != self._done:
             self.step_ends()
 
     def wait_for_device(self) -> None:
-        """Wait for what the host has asked of the device, so that what comes next is not blamed for it."""
+        """Wait for the device to finish its work, so that its seconds do not count for what comes next."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -243,7 +243,9 @@ def tokens_and_squares(batch: Mapping[str, Any]) -> Tensor:
     return torch.stack([real.sum(), ((2 * places + 1) * real).sum()])  # 1 + 3 + 5 + ... of n terms is n * n
 
 
-def _peak_and_shape(model: nn.Module, device: torch.device, given: float | None) -> tuple[float | None, Stack | None]:
+def _peak_and_shape(
+    model: nn.Module, device: torch.device, given: float | None
+) -> tuple[float | None, ModelShape | None]:
     """FLOP/s of a device and the planner's shape of the model, if both are known. Says once what is not."""
     tflops, why = given, ""
     if tflops is None and device.type == "cuda":

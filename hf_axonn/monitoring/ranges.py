@@ -32,7 +32,7 @@ PART = re.compile(rf"{LAYER.pattern}(?:\.\w+)?")
 
 @contextlib.contextmanager
 def named_ranges(model: nn.Module) -> Iterator[None]:
-    """Inside, what a model does has names in profilers, see the head of this file; outside, nothing is left of it.
+    """Name the work of a model in profilers, as in the head of this file, until the end of the context.
 
         with hf_axonn.named_ranges(model), accelerator.profile() as profiler:
             ...
@@ -43,14 +43,14 @@ def named_ranges(model: nn.Module) -> Iterator[None]:
         model: with decoder layers in a module list.
     """
     state = parallel_state(model)
-    wanted = LAYER if state is not None and state.regions else PART
+    pattern = LAYER if state is not None and state.regions else PART
     with contextlib.ExitStack() as stack:
-        stack.enter_context(observe(partial(_begun, state)))
-        stack.enter_context(watch_waits(lambda kind, group: _named(f"wait: {kind} over {_axes_of(group, state)}")))
+        stack.enter_context(observe(partial(_mark_begin, state)))
+        stack.enter_context(watch_waits(lambda kind, group: _open(f"wait: {kind} over {_axes_of(group, state)}")))
         backward = _Backward()
         stack.callback(backward.close)
         for name, module in model.named_modules():
-            if wanted.fullmatch(name):
+            if pattern.fullmatch(name):
                 for handle in _hooks(name, module, backward if LAYER.fullmatch(name) else None):
                     stack.callback(handle.remove)
         yield
@@ -67,8 +67,8 @@ def _axes_of(group: ProcessGroup, state: ParallelState | None) -> str:
     return "world"
 
 
-def _named(name: str) -> contextlib.ExitStack:
-    """A range of this name."""
+def _open(name: str) -> contextlib.ExitStack:
+    """Open a range of this name."""
     stack = contextlib.ExitStack()
     stack.enter_context(record_function(name))
     if torch.cuda.is_available():
@@ -76,12 +76,12 @@ def _named(name: str) -> contextlib.ExitStack:
     return stack
 
 
-def _begun(state: ParallelState | None, kind: str, payload: int, group: ProcessGroup) -> None:
-    _named(f"{kind} over {_axes_of(group, state)}, {payload / 2**20:.1f} MiB").close()
+def _mark_begin(state: ParallelState | None, kind: str, payload: int, group: ProcessGroup) -> None:
+    _open(f"{kind} over {_axes_of(group, state)}, {payload / 2**20:.1f} MiB").close()
 
 
 class _Backward:
-    """The range of the layer whose backward pass is under way: autograd says when one begins, not when it ends."""
+    """Range of the layer whose backward pass is under way: autograd reports when one begins, not when it ends."""
 
     def __init__(self) -> None:
         self._name = ""
@@ -92,7 +92,7 @@ class _Backward:
 
     def begin(self, name: str, *_: Tensor) -> None:
         self.close()
-        self._name, self._open = name, _named(f"{name} backward")
+        self._name, self._open = name, _open(f"{name} backward")
 
     def end(self, name: str, *_: Tensor) -> None:
         if name == self._name:  # else the layer before has begun, by a hook on the same tensor
@@ -106,7 +106,7 @@ def _hooks(name: str, module: nn.Module, backward: _Backward | None) -> Iterator
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if backward is not None:
             _on_gradient((args, kwargs), partial(backward.end, name))
-        ranges.append(_named(name))
+        ranges.append(_open(name))
 
     def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         ranges.pop().close()

@@ -1,6 +1,6 @@
-"""How long the computation of a rank waits for collectives, in one step: what is exposed of communication.
+"""Seconds that the computation of a rank waits for collectives in one step: the exposed communication.
 
-Everything in which the engine waits is counted, so a slower rank and the bubble of a pipeline are, too. On CUDA by
+All waits of the engine count, so a slower rank and the bubble of a pipeline do, too. On CUDA by
 events on the stream that computes, which is what waits there; elsewhere by the clock of the host. What other code
 waits for, as DistributedDataParallel does in C++, is not seen.
 """
@@ -30,7 +30,7 @@ class WaitTimer:
 
     @property
     def running(self) -> bool:
-        """Whether it was started, and not stopped."""
+        """True if it was started, and not stopped."""
         return self._begin is not None
 
     def start(self) -> None:

@@ -1,7 +1,7 @@
-"""How far a predicted step may be off, by the published runs that predictions were compared with.
+"""Intervals of predicted steps, by the published runs that predictions were compared with.
 
     spread(prediction)   -> the middle 80% of published over predicted step times, of runs like it
-    MARGIN_...           what two predictions of one job may be off against each other
+    MARGIN_...           errors of two predictions of one job against each other
 
 The numbers are those of `python -m tests.benchmarks.planner.published --spread`; tests/planner/test_predict.py holds
 them to it.
@@ -19,7 +19,7 @@ MANY = 512  # GPUs
 
 
 class Spread(NamedTuple):
-    """Published over predicted step time: the middle 80%, of how many runs of which class."""
+    """Published over predicted step time: the middle 80%, number and class of the runs."""
 
     low: float
     high: float
@@ -40,7 +40,7 @@ MARGIN_SAME, MARGIN_OTHER = 0.09, 0.44
 
 
 def spread(entry: Prediction) -> Spread:
-    """What published runs like this one were off."""
+    """The spread of published runs like this one."""
     if entry.grid.pipe > 1:
         return SPREADS["pipeline"]
     if entry.grid.size >= MANY:
@@ -57,6 +57,6 @@ def seconds(entry: Prediction) -> tuple[float, float]:
 
 
 def too_close(best: Prediction, other: Prediction) -> bool:
-    """Whether the other could as well be the faster of the two."""
+    """True if the other could as well be the faster of the two."""
     same = best.grid.x * best.grid.y == other.grid.x * other.grid.y
     return other.total <= (1 + (MARGIN_SAME if same else MARGIN_OTHER)) * best.total

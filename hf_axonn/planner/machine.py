@@ -1,4 +1,4 @@
-"""Machines: what a plan has to know of one, read from JSON with a source for every number.
+"""Machines in numbers, read from JSON with a source for every number.
 
     load_machine("frontier")      a file of machines/, or the path of another, as `hf-axonn bench-links` writes it
     load_machine("dgx-h100@400")  the same nodes, joined by 400 Gb/s
@@ -12,15 +12,17 @@ Source: AxoNN (arXiv 2502.08145), section on the performance model, for what is 
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hf_axonn.planner.json_file import read_json
 from hf_axonn.planner.traffic.ledger import KINDS
 
 
+Made = TypeVar("Made")
 FOLDER = Path(__file__).with_name("machines")
 NUMBERS = ("gpus_per_node", "peak_tflops", "gemm_tflops", "memory_gib", "memory_gbs", "units", "inter_gbs")
 REQUIRED = (*NUMBERS, "intra_gbs", "latency_us")
@@ -28,8 +30,8 @@ TEXTS = ("description", "gpu")
 OPTIONAL = ("gemm_fraction", "gemm_by_size", "memory_fraction", "kernel_us", "overlap", "slowdown", "attention_tflops")
 FACTORS = ("relative_cost", "relative_latency")  # by kind of collective; optional too
 LATENCIES = ("base", "intra", "inter")
-# What products in a training step reach of the best one measured: docs/planning.md derives it from Megatron-LM's
-# published runs on A100.
+# Share of the best product measured that products in a training step reach: docs/planning.md derives it from
+# Megatron-LM's published runs on A100.
 GEMM_FRACTION = 0.72
 MEMORY_FRACTION = 0.8  # of the advertised memory bandwidth that simple kernels reach: an assumption, usual for STREAM
 KERNEL_US = 5.0  # microseconds that no kernel undercuts: an assumption, launch and tail
@@ -42,6 +44,23 @@ LINK_FRACTION = 0.8  # of the links between nodes that collectives reach: an ass
 # of the computation's time in the mean, 0.4 at most (arXiv 2507.03114).
 SLOWDOWN = 0.189
 DIRECTIONS = ("forward", "backward")
+# Dense bf16 TFLOP/s of the makers' data sheets; of several that match a name the first counts.
+PEAKS = (
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("GH200", 989.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("MI250X", 191.5),  # a GCD, which is a GPU to torch
+    ("MI300X", 1307.0),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +126,7 @@ class Machine:
     sources: dict[str, str] = field(default_factory=dict, hash=False)
 
     def within(self, stride: int, ranks: int) -> bool:
-        """Whether all rings of `ranks` ranks, `stride` apart, lie inside nodes."""
+        """True if all rings of `ranks` ranks, `stride` apart, lie inside nodes."""
         return self.gpus_per_node % (stride * ranks) == 0
 
     def bandwidth(self, stride: int, ranks: int) -> float:
@@ -144,8 +163,8 @@ class Machine:
         """Bytes/s of the fastest ring in a node, which no ring through nodes exceeds."""
         return self.intra_any if self.intra_any is not None else max(self.intra.values(), default=math.inf)
 
-    def scaled(self, *, bandwidth: float = 1.0, gemm: float = 1.0) -> Machine:
-        """The same machine with all links, or all matrix products and attention, faster by a factor."""
+    def scale(self, *, bandwidth: float = 1.0, gemm: float = 1.0) -> Machine:
+        """Return the same machine with all links, or all matrix products and attention, faster by a factor."""
         return replace(
             self,
             intra={key: value * bandwidth for key, value in self.intra.items()},
@@ -162,19 +181,24 @@ def known_machines() -> list[str]:
 
 
 def machine_of_gpus(gpu: str, count: int) -> str | None:
-    """The name of the machine whose nodes have these GPUs, None if there is none.
+    """Find the machine whose nodes have these GPUs; None if there is none.
 
     Args:
         gpu: a GPU's name, as torch has it.
-        count: GPUs of a node. Of several machines that one is taken whose nodes have as many, else the next more.
+        count: GPUs of a node. Of several machines the one with nodes of that size is taken, else the next larger.
     """
     machines = [load_machine(name) for name in known_machines()]
     same = [each for each in machines if f" {gpu}".endswith(f" {each.gpu}") and each.gpus_per_node >= count]
     return min(same, key=lambda each: (each.gpus_per_node, each.name)).name if same else None
 
 
+def peak_tflops(name: str) -> float | None:
+    """The advertised dense bf16 TFLOP/s of a GPU of this name, None if it is not known."""
+    return next((peak for part, peak in PEAKS if part in name), None)
+
+
 def load_machine(name: str) -> Machine:
-    """The machine of a name or a JSON file; NAME@GBITS has as many Gb/s a node, of which LINK_FRACTION are reached.
+    """Load the machine of a name or a JSON file; NAME@GBITS has GBITS Gb/s a node, of which LINK_FRACTION are reached.
 
     Raises:
         ValueError: there is no such machine, or the file does not describe one; the message says what is wrong.
@@ -193,8 +217,24 @@ def load_machine(name: str) -> Machine:
     return read_json(path, "machine file", machine_from_mapping)
 
 
+def read_json(path: Path, kind: str, make: Callable[[Any], Made]) -> Made:
+    """Return what `make` makes of the contents of a JSON file.
+
+    Raises:
+        ValueError: the file cannot be read, or `make` refuses it; the message names the kind of file and its path.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the {kind} {path} cannot be read: {error}") from None
+    try:
+        return make(content)
+    except ValueError as error:
+        raise ValueError(f"the {kind} {path}: {error}") from None
+
+
 def machine_from_mapping(text: Any) -> Machine:
-    """A Machine of the contents of a machine file.
+    """Make a Machine of the contents of a machine file.
 
     Raises:
         ValueError: a key is missing or unknown, a number is not positive, or a number has no source.
@@ -264,7 +304,7 @@ def _positive(key: str, value: Any) -> None:
 
 
 def _intra(given: Any, gpus_per_node: int) -> dict[str, Any]:
-    """A number for a node whose GPUs a switch joins, else GB/s by STRIDExRANKS."""
+    """Read intra_gbs: a number where a switch joins the GPUs of a node, else GB/s by STRIDExRANKS."""
     if not isinstance(given, dict):
         _positive("intra_gbs", given)
         return {"intra_any": given * 1e9}
@@ -281,7 +321,7 @@ def _intra(given: Any, gpus_per_node: int) -> dict[str, Any]:
 
 
 def _factors(key: str, given: Any) -> dict[str, float]:
-    """Numbers above 0 by kind of collective."""
+    """Read numbers above 0 by kind of collective."""
     if not isinstance(given, dict) or set(given) - set(KINDS):
         raise ValueError(f"{key} is {given!r}, but it maps kinds of collectives ({', '.join(KINDS)}) to factors.")
     for kind, value in given.items():
@@ -290,7 +330,7 @@ def _factors(key: str, given: Any) -> dict[str, float]:
 
 
 def _attention(given: Any) -> dict[str, tuple[float, float]]:
-    """FLOP/s forward and backward by kernel."""
+    """Read FLOP/s forward and backward by kernel."""
     if not isinstance(given, dict) or not all(
         isinstance(speeds, dict) and set(speeds) == set(DIRECTIONS) for speeds in given.values()
     ):

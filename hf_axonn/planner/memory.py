@@ -22,9 +22,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, UnshardedModule, Weight
-from hf_axonn.planner.traffic.shares import heads_repeat, own_elements, own_experts, shard_shape
+from hf_axonn.planner.shapes import (
+    BlockShape,
+    ExpertsShape,
+    LayerShape,
+    LinearCall,
+    LinearShape,
+    ModelShape,
+    UnshardedModule,
+    WeightShape,
+    heads_repeat,
+    own_elements,
+    own_experts,
+    shard_shape,
+)
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic.volumes import BUCKET_BYTES, CHUNK_LOGITS
 from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
@@ -70,7 +82,7 @@ class Memory(NamedTuple):
         work = self.gathered + self.layer
         loss = early + saved + self.logits
         begin = early + saved + work
-        # Where as many buckets are in flight as may be, so many gradients are there, and as many activations are not.
+        # With all buckets in flight, their bytes of gradients are there, and the activations of their layers are not.
         middle = 0.0
         if self.buckets < self.gradients - self.last:
             middle = max(early, self.buckets) + self.buckets + work
@@ -87,49 +99,49 @@ class Memory(NamedTuple):
         return found | {name: getattr(self, name) for name in rest} | {"total": self.total}
 
     def fits(self, capacity: float) -> bool:
-        """Whether it leaves RESERVE of `capacity` bytes."""
+        """True if it leaves RESERVE of `capacity` bytes."""
         return self.total <= (1 - RESERVE) * capacity
 
 
-def local_parameters(shape: Stack, grid: Grid) -> int:
+def local_parameters(shape: ModelShape, grid: Grid) -> int:
     """Elements of parameters on rank 0."""
-    layers = sum(count * _sharded(layer.weights, grid) for layer, count in shape.everything)
+    layers = sum(count * _count_sharded(layer.weights, grid) for layer, count in shape.everything)
     rest = [_vocabulary(shape)] * (shape.begins + shape.has_head)
     rest += [
-        Weight(table.kind, table.rows, shape.hidden)
+        WeightShape(table.kind, table.rows, shape.hidden)
         for table in shape.tables
         if shape.begins and table.kind != WeightKind.REPLICATED
     ]
     idle = ceil_div(sum(shape.idle), grid.x * grid.y * grid.z)
-    return layers + _sharded(rest, grid) + sum(shape.replicated) + idle
+    return layers + _count_sharded(rest, grid) + sum(shape.replicated) + idle
 
 
-def _linears(shape: Stack, grid: Grid) -> int:
+def _linears(shape: ModelShape, grid: Grid) -> int:
     """Elements of the layers' Linears on rank 0."""
     return sum(
-        count * own_elements(Weight(kind, linear.rows, linear.cols), grid, ORIGIN)
+        count * own_elements(WeightShape(kind, linear.rows, linear.cols), grid, ORIGIN)
         for layer, count in shape.everything
         for part in layer.parts
-        if not isinstance(part, Experts)
+        if not isinstance(part, ExpertsShape)
         for kind, linears in part.groups()
         for linear in linears
     )
 
 
-def _vocabulary(shape: Stack) -> Weight:
-    return Weight(WeightKind.VOCABULARY, shape.vocab, shape.hidden)
+def _vocabulary(shape: ModelShape) -> WeightShape:
+    return WeightShape(WeightKind.VOCABULARY, shape.vocab, shape.hidden)
 
 
-def _sharded(weights: Iterable[Weight], grid: Grid) -> int:
+def _count_sharded(weights: Iterable[WeightShape], grid: Grid) -> int:
     """Elements of weights on rank 0."""
     return sum(own_elements(weight, grid, ORIGIN) for weight in weights)
 
 
-def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo: bool = False) -> Memory:
-    """What rank 0 holds.
+def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", gloo: bool = False) -> Memory:
+    """Bytes that rank 0 holds.
 
     Args:
-        shape, grid, step: which.
+        shape, grid, step: the model, the grid and the step.
         layout: of the residual stream, token or feature.
         gloo: whether the backend is gloo, where large gradients are averaged in place and not in buckets, a
             reduce-scatter receives all blocks before it adds them up (distributed/collectives.py), and a rank has the
@@ -137,12 +149,12 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
     """
     base = local_parameters(shape, grid)
     linears = _linears(shape, grid) if step.block_bytes else 0
-    weights = (base - linears) * step.param_bytes + step.stored(linears)
+    weights = (base - linears) * step.param_bytes + step.weight_bytes(linears)
     adapters = sum(shape.adapters(step.lora))
     trained, size = (adapters, ADAPTER_BYTES) if step.lora else (base, step.param_bytes)
     gradients = trained * size
     embedding = [_vocabulary(shape)] if shape.begins and not shape.tied else []
-    last = _sharded([*shape.runs[0][0].weights, *embedding], grid)
+    last = _count_sharded([*shape.runs[0][0].weights, *embedding], grid)
     last *= 0 if step.lora else step.param_bytes
     saved, layer, reduced = _activations(shape, grid, step, layout, gloo)
     layer += reduced * (2 if gloo else 1)
@@ -152,7 +164,7 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
         parameters=base + adapters,
         trained=trained,
         states=weights + adapters * ADAPTER_BYTES + 3 * gradients,
-        gathered=_gathered(shape, grid, step, gloo),
+        gathered=_gathered_bytes(shape, grid, step, gloo),
         activations=saved,
         layer=layer,
         logits=logits,
@@ -173,22 +185,22 @@ def _gathered_block(kind: WeightKind, linears: Iterable[LinearShape], grid: Grid
     return sum(ceil_div(rows, grid.z) * grid.z * cols for rows, cols in shapes)
 
 
-def _groups(layer: Layer, grid: Grid) -> list[int]:
+def _groups(layer: LayerShape, grid: Grid) -> list[int]:
     """Elements of the gathered weights of a layer's products, each with those that are gathered together."""
     groups = []
     for part in layer.parts:
         for kind, linears in part.groups():
-            own = own_experts(part.number, grid, ORIGIN) if isinstance(part, Experts) else 1
+            own = own_experts(part.number, grid, ORIGIN) if isinstance(part, ExpertsShape) else 1
             groups.append(own * _gathered_block(kind, linears, grid))
     return groups
 
 
-def _parts(layer: Layer) -> list[Block | Experts | UnshardedModule]:
-    """The part that each of the `_groups` is of."""
+def _parts(layer: LayerShape) -> list[BlockShape | ExpertsShape | UnshardedModule]:
+    """The part that each of `_groups` belongs to."""
     return [part for part in layer.parts for _ in part.groups()]
 
 
-def kept_bytes(shape: Stack, grid: Grid, step: Step) -> int:
+def kept_bytes(shape: ModelShape, grid: Grid, step: Step) -> int:
     """Bytes of gathered weights that are kept from forward to backward, of the last layers."""
     kept, total = step.kept_layers, 0
     for layer, count in reversed(shape.runs) if kept and grid.z > 1 else ():
@@ -198,7 +210,7 @@ def kept_bytes(shape: Stack, grid: Grid, step: Step) -> int:
     return total
 
 
-def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
+def _gathered_bytes(shape: ModelShape, grid: Grid, step: Step, gloo: bool) -> int:
     gradient = 0 if step.lora else max(step.compute_bytes, step.reduce_bytes)
     most = layers = 0
     for layer, _ in shape.kinds:
@@ -209,10 +221,14 @@ def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
             continue
         if step.block_bytes:
             # Bytes of two layers, and what is made of them: of one layer if it is kept until its backward is over.
-            experts = sum(size for size, part in zip(groups, _parts(layer), strict=True) if isinstance(part, Experts))
-            linears = [size for size, part in zip(groups, _parts(layer), strict=True) if not isinstance(part, Experts)]
+            experts = sum(
+                size for size, part in zip(groups, _parts(layer), strict=True) if isinstance(part, ExpertsShape)
+            )
+            linears = [
+                size for size, part in zip(groups, _parts(layer), strict=True) if not isinstance(part, ExpertsShape)
+            ]
             made = sum(linears) if step.checkpointing and step.keeps_recomputed else max(linears, default=0)
-            arriving = 2 * experts * step.compute_bytes + 2 * step.gathered(sum(linears))
+            arriving = 2 * experts * step.compute_bytes + 2 * step.gather_bytes(sum(linears))
             layers = max(layers, arriving + made * step.compute_bytes)
             continue
         layers = max(layers, 2 * sum(groups) * step.compute_bytes)
@@ -220,7 +236,7 @@ def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
         if gloo:  # receives the gradient of all experts of one weight while those of the others are there
             own = [part for part in layer.parts for _ in part.groups()]
             for index, part in enumerate(own):
-                if isinstance(part, Experts):
+                if isinstance(part, ExpertsShape):
                     largest = max(weight.rows * weight.cols for weight in part.weights)
                     total = sum(weight.rows * weight.cols for weight in part.weights)
                     held[index] += groups[index] * largest // total * gradient
@@ -228,14 +244,14 @@ def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
     return layers + most
 
 
-def _activations(shape: Stack, grid: Grid, step: Step, layout: str, gloo: bool) -> tuple[float, float, float]:
-    """What forward saves, what one layer makes again in backward, and the largest that is reduced meanwhile."""
+def _activations(shape: ModelShape, grid: Grid, step: Step, layout: str, gloo: bool) -> tuple[float, float, float]:
+    """Bytes that forward saves, that one layer makes again in backward, and of the largest gradient in reduction."""
     parts = 1 if shape.loose else grid.x * grid.y
-    own = step.padded(grid) * shape.hidden / parts
+    own = step.padded_tokens(grid) * shape.hidden / parts
     last = _saved_by_norm(shape, step) * own if shape.ends else 0.0  # the norm before the head
     if step.lora:  # PEFT makes the embedding's output a leaf, which lives
         last += step.tokens * shape.hidden * step.param_bytes
-    saved = {layer: _saved(shape, layer, grid, step, layout, gloo) for layer, _ in shape.kinds}
+    saved = {layer: _saved_by_layer(shape, layer, grid, step, layout, gloo) for layer, _ in shape.kinds}
     # Gradients of an input before they are reduced. Other gradients take the place of what is saved and used up.
     at_work = max((_at_work(shape, part, grid, step) for layer in saved for part in layer.parts), default=0.0)
     if step.checkpointing:
@@ -243,7 +259,7 @@ def _activations(shape: Stack, grid: Grid, step: Step, layout: str, gloo: bool) 
     return sum(count * saved[layer] for layer, count in shape.kinds) + last, 0.0, at_work
 
 
-def _saved_by_norm(shape: Stack, step: Step, *, own: bool = False) -> int:
+def _saved_by_norm(shape: ModelShape, step: Step, *, own: bool = False) -> int:
     """Bytes an element that a norm saves. One of Transformers keeps its input in the dtype that it computes in, and an
     RMSNorm whose weight is trained also what it has normalized, in that of its input; `own` ones, of the feature
     layout, their input alone."""
@@ -252,15 +268,15 @@ def _saved_by_norm(shape: Stack, step: Step, *, own: bool = False) -> int:
     return step.param_bytes + (0 if shape.centered or step.lora else step.stream_bytes)
 
 
-def _saved(shape: Stack, layer: Layer, grid: Grid, step: Step, layout: str, gloo: bool) -> float:
+def _saved_by_layer(shape: ModelShape, layer: LayerShape, grid: Grid, step: Step, layout: str, gloo: bool) -> float:
     """Bytes that forward saves of one layer, all of its activations."""
-    tokens, parts = step.padded(grid), 1 if shape.loose else grid.x * grid.y
+    tokens, parts = step.padded_tokens(grid), 1 if shape.loose else grid.x * grid.y
     feature = layout == "feature" and grid.y > 1
     saved = tokens * shape.hidden / parts * layer.norms * _saved_by_norm(shape, step, own=feature)
     saved += 4 * tokens / (grid.x if feature else parts) * 2
     saved += sum(rows * cols for rows, cols, _ in layer.gathered) * step.param_bytes
     for part in layer.parts:
-        if isinstance(part, Experts):
+        if isinstance(part, ExpertsShape):
             saved += _saved_by_experts(shape, part, grid, step, gloo)
         elif isinstance(part, UnshardedModule):
             saved += sum(_saved_by_call(call, grid, step) for call in part.calls)
@@ -274,23 +290,23 @@ def _saved(shape: Stack, layer: Layer, grid: Grid, step: Step, layout: str, gloo
             saved += (3 if part.gated else 1) * tokens * inner / parts * step.compute_bytes
             into_row = inner / (parts if step.lora else grid.x)
             saved += tokens * (shape.hidden / grid.y + into_row) * step.compute_bytes
-        if step.lora and isinstance(part, Block):
+        if step.lora and isinstance(part, BlockShape):
             saved += _saved_by_adapters(part, grid, step)
     return saved
 
 
-def _saved_by_adapters(block: Block, grid: Grid, step: Step) -> float:
-    """PEFT casts the input of every adapter by itself: each but one of those of a block's entrance is saved once more,
-    and what attention hands on. Between A and B rank features of all tokens."""
+def _saved_by_adapters(block: BlockShape, grid: Grid, step: Step) -> float:
+    """Bytes for adapters. PEFT casts the input of each by itself: those of a block's entrance but one are saved once
+    more, and attention's output. Between A and B rank features of all tokens."""
     inputs = sum(linear.cols for linear in block.columns[1:]) / grid.y
     inputs += block.row.cols / (grid.x * grid.y) if block.query else 0
-    return step.padded(grid) * (inputs + step.lora * len(block.linears)) * step.compute_bytes
+    return step.padded_tokens(grid) * (inputs + step.lora * len(block.linears)) * step.compute_bytes
 
 
-def _saved_by_attention(shape: Stack, block: Block, grid: Grid, step: Step) -> float:
-    """Queries, keys, values and what attention makes of them; the row layer's input where y gathers it; what norms
-    over all heads are given."""
-    tokens, parts, compute = step.padded(grid), grid.x * grid.y, step.compute_bytes
+def _saved_by_attention(shape: ModelShape, block: BlockShape, grid: Grid, step: Step) -> float:
+    """Bytes of queries, keys, values and attention's output; of the row layer's input where y gathers it; of the input
+    of norms over all heads."""
+    tokens, parts, compute = step.padded_tokens(grid), grid.x * grid.y, step.compute_bytes
     repeat = heads_repeat(block, grid)
     query, kv = block.query_features, block.kv_features
     saved = (query + block.value_features + kv) * tokens / parts * repeat * compute
@@ -304,10 +320,10 @@ def _saved_by_attention(shape: Stack, block: Block, grid: Grid, step: Step) -> f
     return saved + 4 * tokens * block.query / parts * repeat
 
 
-def _saved_by_latents(block: Block, grid: Grid, step: Step) -> float:
-    """Inputs of all Linears; latents before and after their norms; full keys, in which every head has the rotary
-    part, beside what they were made of; queries, values and what attention makes of them."""
-    tokens, parts, compute = step.padded(grid), grid.x * grid.y, step.compute_bytes
+def _saved_by_latents(block: BlockShape, grid: Grid, step: Step) -> float:
+    """Bytes of the inputs of all Linears; latents before and after their norms; full keys, in which every head has the
+    rotary part, beside what they were made of; queries, values and attention's output."""
+    tokens, parts, compute = step.padded_tokens(grid), grid.x * grid.y, step.compute_bytes
     repeat = heads_repeat(block, grid)
     inputs = sum(linear.cols for linear in (*block.down, *block.columns)) / grid.y
     latents = 2 * sum(linear.rows for linear in block.down)
@@ -318,10 +334,10 @@ def _saved_by_latents(block: Block, grid: Grid, step: Step) -> float:
     return saved + 4 * tokens * block.query / parts * repeat
 
 
-def _saved_by_experts(shape: Stack, experts: Experts, grid: Grid, step: Step, gloo: bool) -> float:
-    """Of each (token, choice) that comes to this rank, choices evenly spread: its hidden states, what the experts make
-    of them, and the result before it is weighted. Where the pairs of other ranks are taken along, of all pairs."""
-    pairs = step.padded(grid) * (experts.number if experts.sorted else experts.chosen)
+def _saved_by_experts(shape: ModelShape, experts: ExpertsShape, grid: Grid, step: Step, gloo: bool) -> float:
+    """Bytes of the pairs (token, choice) that come to this rank, choices evenly spread: hidden states, what experts
+    make of them, and results before they are weighted. Of all pairs where those of other ranks are taken along."""
+    pairs = step.padded_tokens(grid) * (experts.number if experts.sorted else experts.chosen)
     inner = [
         max(rows, cols) if shape.hidden == min(rows, cols) else min(rows, cols) for rows, cols, _ in experts.weights
     ]
@@ -332,16 +348,16 @@ def _saved_by_experts(shape: Stack, experts: Experts, grid: Grid, step: Step, gl
     return pairs / (grid.x * grid.y) * (3 * shape.hidden + 2 * max(inner)) * step.compute_bytes
 
 
-def _saved_by_call(call: Call, grid: Grid, step: Step) -> float:
-    """The input of a Linear on its own, and twice its output, in full: as it is, and as its module goes on with it."""
+def _saved_by_call(call: LinearCall, grid: Grid, step: Step) -> float:
+    """Bytes of the input of a Linear on its own, and of its full output twice: as it is, and as its module uses it."""
     features = call.linear.cols / grid.y + 2 * call.linear.rows
     return float(call.inputs) * step.tokens * features * step.compute_bytes
 
 
-def _at_work(shape: Stack, part: Block | Experts | UnshardedModule, grid: Grid, step: Step) -> float:
+def _at_work(shape: ModelShape, part: BlockShape | ExpertsShape | UnshardedModule, grid: Grid, step: Step) -> float:
     """Bytes of the largest gradient of an input before it is reduced."""
-    tokens, compute = step.padded(grid), step.compute_bytes
-    if isinstance(part, Experts):
+    tokens, compute = step.padded_tokens(grid), step.compute_bytes
+    if isinstance(part, ExpertsShape):
         return tokens * shape.hidden * compute if grid.x * grid.y > 1 else 0.0
     if isinstance(part, UnshardedModule):
         inner = max((float(call.inputs) * call.linear.cols for call in part.calls), default=0.0)
@@ -351,22 +367,22 @@ def _at_work(shape: Stack, part: Block | Experts | UnshardedModule, grid: Grid, 
     return max(at_work, tokens * shape.hidden / grid.y * compute if grid.x > 1 else 0.0)
 
 
-def _embedding(shape: Stack, grid: Grid, step: Step) -> float:
-    """At the end of backward: the full gradient of the embedding's output, twice; and over z that of its weight, and
-    what is made of it for the reduction."""
+def _embedding(shape: ModelShape, grid: Grid, step: Step) -> float:
+    """Bytes at the end of backward: the full gradient of the embedding's output, twice; and over z that of its weight,
+    and its copy for the reduction."""
     if not shape.begins:
         return 0.0
-    tokens, size = step.padded(grid), step.param_bytes
+    tokens, size = step.padded_tokens(grid), step.param_bytes
     vocab = ceil_div(ceil_div(shape.vocab, grid.y), grid.x)
     weight = vocab * shape.hidden * (size + max(size, step.reduce_bytes)) if grid.z > 1 and not step.lora else 0
     return 2 * tokens * shape.hidden * size + weight
 
 
-def _logits(shape: Stack, grid: Grid, step: Step) -> tuple[float, float]:
-    """What the loss needs while it is computed, and what it leaves for backward: the gradients of the head."""
+def _logits(shape: ModelShape, grid: Grid, step: Step) -> tuple[float, float]:
+    """Bytes of the loss while it is computed, and those that it leaves for backward: the gradients of the head."""
     if not shape.ends:
         return 0.0, 0.0
-    tokens, parts, compute = step.padded(grid), grid.x * grid.y, step.compute_bytes
+    tokens, parts, compute = step.padded_tokens(grid), grid.x * grid.y, step.compute_bytes
     wide, casts = max(4, compute), compute != step.param_bytes
     vocab = ceil_div(ceil_div(shape.vocab, grid.y), grid.x)
     chunk = min(CHUNK_LOGITS, tokens * vocab)

@@ -1,63 +1,108 @@
-"""A step on a grid with a pipeline: time, memory of the rank that needs most, and how the stages lie.
+"""A step on a grid with a pipeline: the schedules that a job may have, and what a step on one of them takes.
 
-    pipelined(job, grid, step, ...)  -> Pipelined
+    pipeline_candidates(job, grid)              every schedule that a job may have, a candidate each
+    estimate_seconds(candidate, order)          seconds of its micro-batches by the closed form
+    predict_pipeline(candidate, order, play)    -> Pipelined
 
-Stages are those of planner/stages.py. A layer takes as long as on a grid without a pipeline (planner/time), also over
-z: its weights are gathered and its gradients reduced for every micro-batch, or gathered once a step with
+Stages and memory are those of planner/stages.py. A layer takes as long as on a grid without a pipeline (planner/time),
+also over z: its weights are gathered and its gradients reduced for every micro-batch, or gathered once a step with
 `keep_gathered: all`. Head and loss make their gradients in forward, as in the engine. Between stages goes the residual
 stream as it is sharded, T / (x y) tokens of H features, between ranks of equal coordinates. Averages over data come
 after the last backward pass of a rank; with tied embeddings the first and the last rank then exchange their gradients.
-
-Memory: weights, gradients and moments of a rank's own stages, and what forward saves of as many (stage, micro-batch)
-as the schedule has in flight. With weight gradients apart, everything that a layer saves without checkpointing is
-there from the gradient of the input to that of the weight. Buffers for what comes from other stages are not counted.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from hf_axonn.planner.candidate import Candidate
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import Machine
-from hf_axonn.planner.memory import Memory, kept_bytes, memory
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Layer, Stack
-from hf_axonn.planner.stages import Part, Stages, stages_of
+from hf_axonn.planner.shapes import LayerShape, ModelShape
+from hf_axonn.planner.stages import ModelStages, StageShape
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.time.compute import Compute
-from hf_axonn.planner.time.exposed import Overlaps, behind_backward
-from hf_axonn.planner.time.layer_time import LayerTime, layer_time
+from hf_axonn.planner.time.exposed import LayerTime, Overlaps, hide_averages, layer_time
+from hf_axonn.planner.time.layer_traffic import layer_traffic
 from hf_axonn.planner.time.links import Links
-from hf_axonn.planner.time.pipeline import StageTime, Timeline, estimate, in_flight, pipeline_time
-from hf_axonn.planner.time.schedules import layer_of_engine
-from hf_axonn.planner.traffic.volumes import Account
-from hf_axonn.topology.grid import Grid
+from hf_axonn.planner.time.pipeline import StageTime, Timeline, estimate, in_flight, pipeline_time, problem
+from hf_axonn.planner.traffic.volumes import StepAccount
+from hf_axonn.topology.grid import Grid, divisors
 
 
-if TYPE_CHECKING:
-    from hf_axonn.planner.predict import Job
+# Pipelines that are tried where a job does not name one, and stages of a rank; of equally fast ones the first is
+# taken. gpipe takes as long as 1f1b and holds more.
+TRIED = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 1), ("zero_bubble", 2))
+MOST_IDLE = 2.0  # times as long as without a bubble: what waits longer by the closed form is not tried
+SMALLEST = 3  # sizes of micro-batches that are tried with a pipeline, from one sequence on: few make long bubbles
+
+
+def pipeline_candidates(job: Job, grid: Grid) -> Iterator[Candidate]:
+    """Yield a candidate for every schedule, stages of a rank and micro-batches that the job and torch allow on a grid
+    with a pipeline."""
+    for pipeline, per_rank in _schedules(job):
+        for count in _counts(job, grid):
+            if not _problem(job, grid, pipeline, per_rank, count):
+                yield Candidate(replace(job, pipeline=pipeline, stages_per_rank=per_rank), grid, count)
+
+
+def why_no_pipeline(job: Job, grid: Grid) -> str:
+    """Return why the first schedule cannot be, of a job without candidates on a grid."""
+    for pipeline, per_rank in _schedules(job):
+        return _problem(job, grid, pipeline, per_rank, _counts(job, grid)[0])
+    return f"no pipeline {job.pipeline} with {job.stages_per_rank} stages a rank is known"
+
+
+def _schedules(job: Job) -> list[tuple[str, int]]:
+    """Pipelines, and stages of a rank, that a job may have."""
+    if job.pipeline and job.stages_per_rank:
+        return [(job.pipeline, job.stages_per_rank)]
+    if job.pipeline == "gpipe":
+        return [("gpipe", 1)]
+    return [(name, v) for name, v in TRIED if job.pipeline in (None, name) and job.stages_per_rank in (None, v)]
+
+
+def _counts(job: Job, grid: Grid) -> list[int]:
+    """Numbers of micro-batches that a job may have on a grid with a pipeline, the most first."""
+    if job.micro_batches is not None:
+        return [job.micro_batches]
+    rows = job.sequences // grid.dp_size
+    return [count for count in divisors(rows)[::-1] if count * grid.x * grid.y <= rows * job.seq][:SMALLEST]
+
+
+def _problem(job: Job, grid: Grid, pipeline: str, per_rank: int, count: int) -> str:
+    """Return why a job cannot have a schedule with `count` micro-batches, or nothing."""
+    stages = grid.pipe * per_rank
+    if stages > job.shape.depth:
+        return f"{job.shape.depth} layers are fewer than pipe * stages_per_rank = {stages} stages"
+    if why := problem(pipeline, grid.pipe, per_rank, count):
+        return why
+    if not job.micro_batches and 1 + (grid.pipe - 1) / (per_rank * count) > MOST_IDLE:
+        return f"{count} micro-batches are few for {grid.pipe} pipeline ranks: most of them would wait"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """What a step on a pipeline comes to.
+    """A step on a pipeline.
 
     Args:
-        stages: which layers are where.
-        rank: the rank along pipe that ends last, to which `seconds` and `busiest` belong.
-        seconds: as of a `Prediction`; bubble: in which the rank waits for others.
-        memory: of the rank along pipe that needs most.
+        stages: the layers of each stage.
+        rank: the rank along pipe that ends last, to which `seconds` and `held` belong.
+        seconds: as in `Prediction`; bubble: in which the rank waits for others.
         bubble: share of all ranks' time in which they wait, averages and the optimizer left out.
-        imbalance: by how much the busiest rank has more to do than the mean.
+        imbalance: how much more than the mean the busiest rank has to do.
         in_flight: of each rank, (stage, micro-batch) whose activations it holds at most.
         hop: seconds between two stages, the slowest.
         simulated: whether the schedule was played (time/pipeline.py), or its closed form taken.
     """
 
-    stages: Stages
+    stages: ModelStages
     rank: int
     seconds: dict[str, float]
-    memory: Memory
     bubble: float
     imbalance: float
     in_flight: tuple[int, ...]
@@ -65,8 +110,8 @@ class Pipelined:
     simulated: bool
 
     @property
-    def held(self) -> Stack:
-        """What the rank that ends last has."""
+    def held(self) -> ModelShape:
+        """The part of the model of the rank that ends last."""
         return self.stages.held[self.rank]
 
 
@@ -74,7 +119,7 @@ class MicroBatch(NamedTuple):
     """Seconds of one micro-batch: of each kind of layer; of the embedding and of what comes after the layers, forward
     and backward: what is computed, and what waits for communication."""
 
-    layers: dict[Layer, LayerTime]
+    layers: dict[LayerShape, LayerTime]
     embedding: float
     embedding_waits: tuple[float, float]
     head: float
@@ -83,7 +128,7 @@ class MicroBatch(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)  # grids that differ in data and pipe alone share it
 def _micro_batch(
-    shape: Stack,
+    shape: ModelShape,
     machine: Machine,
     grid: Grid,
     step: Step,
@@ -92,11 +137,11 @@ def _micro_batch(
     attention: str | None,
     layout: str,
 ) -> MicroBatch:
-    links, account = Links(machine, grid, order), Account(shape, grid, step, layout)
+    links, account = Links(machine, grid, order), StepAccount(shape, grid, step, layout)
     compute = Compute(shape, machine, grid, step, attention=attention)
     kept = step.kept_layers > 0
     layers = {
-        layer: layer_time(layer, layer_of_engine(account, layer, kept=kept), compute, overlaps, links)
+        layer: layer_time(layer, layer_traffic(account, layer, kept=kept), compute, overlaps, links)
         for layer, _ in shape.kinds
     }
     embedding, end = account.embedding(), account.end()
@@ -106,13 +151,13 @@ def _micro_batch(
     return MicroBatch(
         layers,
         looked_up,
-        (links.all_of(embedding, "forward"), links.all_of(embedding, "backward")),
+        (links.ledger_seconds(embedding, "forward"), links.ledger_seconds(embedding, "backward")),
         sum(compute.head()) - looked_up,
-        (links.all_of(end, "forward"), links.all_of(end, "backward")),
+        (links.ledger_seconds(end, "forward"), links.ledger_seconds(end, "backward")),
     )
 
 
-class Passes(NamedTuple):
+class PassTimes(NamedTuple):
     """Seconds of one micro-batch: its parts, of each stage, and from each stage to the next one."""
 
     each: MicroBatch
@@ -120,89 +165,92 @@ class Passes(NamedTuple):
     hops: list[float]
 
 
-def passes(job: Job, grid: Grid, step: Step, order: tuple[str, ...], overlaps: Overlaps, layout: str) -> Passes:
-    """Seconds of a micro-batch. Arguments as `pipelined`."""
-    stages = stages_of(job.shape, grid.pipe, job.way[1], job.seq)
+def _pass_times(candidate: Candidate, order: tuple[str, ...]) -> PassTimes:
+    """Seconds of a micro-batch."""
+    job, grid, stages, overlaps = candidate.job, candidate.grid, candidate.stages, candidate.overlaps
     if job.pipeline == "zero_bubble":  # the weight gradient beside which the sum over x or y would travel comes later
         overlaps = replace(overlaps, all_reduce=False)
     inside = {"x", "y", "z"} == set(order[:3])  # then pipe and data do not change where their ranks are
     alone = Grid(z=grid.z, y=grid.y, x=grid.x) if inside else grid
-    step = replace(step, micro_batches=1)
-    each = _micro_batch(job.shape, job.machine, alone, step, order, overlaps, job.attention, layout)
-    own = step.padded(grid) * job.shape.hidden // (grid.x * grid.y)
+    step = replace(candidate.step, micro_batches=1)
+    each = _micro_batch(job.shape, job.machine, alone, step, order, overlaps, job.attention, candidate.layout)
+    own = step.padded_tokens(grid) * job.shape.hidden // (grid.x * grid.y)
     hops = Links(job.machine, grid, order).hops("pipe", own * step.stream_bytes)
-    of_parts = [_stage(each, part, step) for part in stages.parts]
+    parts = [_stage_time(each, part, step) for part in stages.parts]
     between = [hops[index % grid.pipe] for index in range(len(stages.layers) - 1)]
-    return Passes(each, [of_parts[index] for index in stages.part], between)
+    return PassTimes(each, [parts[index] for index in stages.part], between)
 
 
-def least(job: Job, grid: Grid, step: Step, order: tuple[str, ...], overlaps: Overlaps, layout: str) -> float:
-    """Seconds of the micro-batches of a step by the closed form. Arguments as `pipelined`."""
-    _, stages, hops = passes(job, grid, step, order, overlaps, layout)
-    return estimate(job.way[0], stages, grid.pipe, step.micro_batches, hops)
+def estimate_seconds(candidate: Candidate, order: tuple[str, ...]) -> float:
+    """Seconds of the micro-batches of a step by the closed form."""
+    _, stages, hops = _pass_times(candidate, order)
+    return estimate(candidate.job.pipeline_schedule[0], stages, candidate.grid.pipe, candidate.micro_batches, hops)
 
 
-def pipelined(
-    job: Job,
-    grid: Grid,
-    step: Step,
-    order: tuple[str, ...],
-    overlaps: Overlaps,
-    layout: str,
-    *,
-    play: bool,
-) -> Pipelined:
-    """One step.
+class _Rest(NamedTuple):
+    """Seconds of a rank beside its passes: averages that nothing hides, averages that are hidden, and gathers that are
+    made once a step."""
+
+    averages: float
+    hidden: float
+    gathers: float
+
+
+def predict_pipeline(candidate: Candidate, order: tuple[str, ...], *, play: bool) -> Pipelined:
+    """Predict one step.
 
     Args:
-        job, grid: of what; the job says which pipeline.
-        step: with the micro-batches.
+        candidate: its job names the pipeline.
         order: axes from the innermost on.
-        overlaps, layout: of the grid.
         play: whether the schedule is played, or the closed form taken.
     """
-    shape, times, ranks = job.shape, step.micro_batches, grid.pipe
-    pipeline, per_rank = job.way
-    stages = stages_of(shape, ranks, per_rank, job.seq)
-    each, of_stages, hops = passes(job, grid, step, order, overlaps, layout)
+    job, grid, step, stages = candidate.job, candidate.grid, candidate.step, candidate.stages
+    ranks, count, (pipeline, per_rank) = grid.pipe, step.micro_batches, job.pipeline_schedule
+    each, stage_times, hops = _pass_times(candidate, order)
     if play:
-        line = pipeline_time(pipeline, of_stages, ranks, times, hops)
+        line = pipeline_time(pipeline, stage_times, ranks, count, hops)
     else:
-        busy = [times * sum(map(sum, of_stages[rank::ranks])) for rank in range(ranks)]
-        line = Timeline([estimate(pipeline, of_stages, ranks, times, hops)] * ranks, busy)
-    links = Links(job.machine, grid, order)
-    tied = links.hops("pipe", _tied(shape, grid, step))[-1] if shape.tied else 0.0
-    averages, hidden, gathers = {}, {}, {}
-    for stack, having in stages.distinct:
-        data = links.all_of(Account(stack, grid, step, layout).gradients())
-        slack = sum(count * each.layers[layer].slack for layer, count in stack.kinds)
-        hides = behind_backward(overlaps, data, slack)
-        once = sum(count * each.layers[layer].first_z for layer, count in stack.kinds) if step.kept_layers else 0.0
-        for rank in having:
-            averages[rank] = data - hides + (tied if rank in (0, ranks - 1) else 0.0)
-            hidden[rank], gathers[rank] = hides, once
-    slowest = max(range(ranks), key=lambda rank: line.ends[rank] + averages[rank] + gathers[rank])
-    held = held_by_ranks(job, grid, step, layout)
+        busy = [count * sum(map(sum, stage_times[rank::ranks])) for rank in range(ranks)]
+        line = Timeline([estimate(pipeline, stage_times, ranks, count, hops)] * ranks, busy)
+    rest = _rest_of_ranks(candidate, each, Links(job.machine, grid, order))
+    slowest = max(range(ranks), key=lambda rank: line.ends[rank] + rest[rank].averages + rest[rank].gathers)
     seconds = _parts(each, stages.held[slowest], step)
-    seconds["exposed z"] += gathers[slowest]
-    seconds["exposed data"] = averages[slowest]
-    seconds["slowdown"] += job.machine.slowdown * hidden[slowest]
-    seconds["optimizer"] = Compute(shape, job.machine, grid, step).optimizer(max(needed.trained for needed in held))
+    seconds["exposed z"] += rest[slowest].gathers
+    seconds["exposed data"] = rest[slowest].averages
+    seconds["slowdown"] += job.machine.slowdown * rest[slowest].hidden
+    seconds["optimizer"] = candidate.compute.optimizer(max(needed.trained for needed in candidate.needs))
     seconds["bubble"] = max(0.0, line.ends[slowest] - line.busy[slowest])
     return Pipelined(
         stages=stages,
         rank=slowest,
         seconds=seconds,
-        memory=max(held, key=lambda needed: needed.total),
         bubble=line.bubble,
         imbalance=max(line.busy) * ranks / sum(line.busy) - 1,
-        in_flight=tuple(in_flight(pipeline, ranks, rank, per_rank, times)[0] for rank in range(ranks)),
+        in_flight=tuple(in_flight(pipeline, ranks, rank, per_rank, count)[0] for rank in range(ranks)),
         hop=max(hops),
         simulated=play,
     )
 
 
-def _stage(each: MicroBatch, part: Part, step: Step) -> StageTime:
+def _rest_of_ranks(candidate: Candidate, each: MicroBatch, links: Links) -> list[_Rest]:
+    """Seconds of each rank beside its passes."""
+    shape, grid, step, stages = candidate.job.shape, candidate.grid, candidate.step, candidate.stages
+    tied = 0.0
+    if shape.tied:  # the first and the last rank exchange their gradients of the shared weight
+        size = max(step.param_bytes, step.reduce_bytes)
+        tied = links.hops("pipe", shape.vocab * shape.hidden / (grid.x * grid.y * grid.z) * size)[-1]
+    found: dict[int, _Rest] = {}
+    for own, having in stages.distinct:
+        data = links.ledger_seconds(StepAccount(own, grid, step, candidate.layout).gradients())
+        slack = sum(count * each.layers[layer].slack for layer, count in own.kinds)
+        hidden = hide_averages(candidate.overlaps, data, slack)
+        gathers = sum(count * each.layers[layer].first_z for layer, count in own.kinds) if step.kept_layers else 0.0
+        for rank in having:
+            found[rank] = _Rest(data - hidden + (tied if rank in (0, grid.pipe - 1) else 0.0), hidden, gathers)
+    return [found[rank] for rank in range(grid.pipe)]
+
+
+def _stage_time(each: MicroBatch, part: StageShape, step: Step) -> StageTime:
     """Seconds of a stage. Gathers that are made once a step are not in it."""
     forward = everything = weight_gradient = 0.0
     for layer, count in part.kinds:
@@ -221,62 +269,16 @@ def _stage(each: MicroBatch, part: Part, step: Step) -> StageTime:
     return StageTime(forward, backward, weight_gradient)
 
 
-def _parts(each: MicroBatch, stack: Stack, step: Step) -> dict[str, float]:
+def _parts(each: MicroBatch, shape: ModelShape, step: Step) -> dict[str, float]:
     """Seconds of a rank's work on all micro-batches, by parts of a step."""
     seconds: dict[str, float] = {}
     times = step.micro_batches
-    for layer, count in stack.kinds:
+    for layer, count in shape.kinds:
         of_layer = each.layers[layer]
         for part, of_part in of_layer.parts.items():
             seconds[part] = seconds.get(part, 0.0) + times * count * of_part
         if step.kept_layers:
             seconds["exposed z"] -= times * count * of_layer.first_z
-    seconds["head"] = times * (stack.begins * each.embedding + stack.ends * each.head)
-    seconds["other"] = times * (stack.begins * sum(each.embedding_waits) + stack.ends * sum(each.head_waits))
+    seconds["head"] = times * (shape.begins * each.embedding + shape.ends * each.head)
+    seconds["other"] = times * (shape.begins * sum(each.embedding_waits) + shape.ends * sum(each.head_waits))
     return seconds
-
-
-def _tied(shape: Stack, grid: Grid, step: Step) -> float:
-    """Bytes of a rank's part of the gradient of a tied embedding."""
-    return shape.vocab * shape.hidden / (grid.x * grid.y * grid.z) * max(step.param_bytes, step.reduce_bytes)
-
-
-def held_by_ranks(job: Job, grid: Grid, step: Step, layout: str) -> list[Memory]:
-    """What ranks hold, of those of a kind the first and the last one: what is in flight grows or falls along them."""
-    stages = stages_of(job.shape, grid.pipe, job.way[1], job.seq)
-    return [
-        memory_of_rank(job.way, grid, step, layout, stack, rank)
-        for stack, ranks in stages.distinct
-        for rank in sorted({ranks[0], ranks[-1]})
-    ]
-
-
-@functools.lru_cache(maxsize=4096)
-def _alone(stack: Stack, grid: Grid, step: Step, layout: str) -> Memory:
-    """What a rank would hold that has this part of the model, and one micro-batch at a time."""
-    return memory(stack, grid, step, layout=layout)
-
-
-def memory_of_rank(way: tuple[str, int], grid: Grid, step: Step, layout: str, stack: Stack, rank: int) -> Memory:
-    """What a rank holds.
-
-    Args:
-        way: the pipeline, and stages of a rank.
-        grid, step, layout: as `pipelined`.
-        stack: the part of the model that it has (`stages_of`).
-        rank: which one of pipe.
-    """
-    pipeline, per_rank = way
-    forward, waiting = in_flight(pipeline, grid.pipe, rank, per_rank, step.micro_batches)
-    # Equal on all grids with averages over data, and with micro-batches.
-    grid = Grid(data=min(grid.data, 2), z=grid.z, y=grid.y, x=grid.x)
-    step = replace(step, micro_batches=min(step.micro_batches, 2))
-    needed = _alone(stack, grid, step, layout)
-    kept = kept_bytes(stack, grid, step)
-    activations = kept + (needed.activations - kept) * forward / per_rank
-    if pipeline == "zero_bubble":
-        everything = needed
-        if step.checkpointing:  # the stage whose weight gradients follow has made everything again
-            everything, waiting = _alone(stack, grid, replace(step, checkpointing=False), layout), waiting + 1
-        activations += (everything.activations - kept) * waiting / per_rank
-    return Memory(**needed._asdict() | {"activations": activations})

@@ -1,185 +1,108 @@
-"""How long an optimizer step takes on a grid, and what it needs: `predict(job, grid)`.
+"""Predicts how long an optimizer step takes on a grid, and what it needs: `predict(job, grid)`.
 
     time of a step = micro_batches * (forward + backward + head) + averages over data that nothing hides + optimizer
 
 On a grid with a pipeline it is that of the rank that ends last, and `bubble`: what it waits for others
 (planner/pipelined.py).
 
-What overlaps hide of a layer's communication is in planner/time/exposed.py. Averages over data hide behind what is
-left of the last backward pass. What is hidden slows the computation beside it (`Machine.slowdown`).
-
-Two schedules: `hf_axonn`, whose collectives are those of planner/traffic/volumes.py and so of the engine, byte by
-byte; `axonn`, the paper's, whose volumes are equations (1) to (5), where ranks of y repeat attention and ranks of x
-repeat norms.
+Collectives are those of planner/traffic/volumes.py and so of the engine, byte by byte; planner/time/exposed.py says
+what overlaps hide of a layer's communication. Averages over data hide behind what is left of the last backward pass.
+Hidden communication slows the computation beside it (`Machine.slowdown`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 
-from hf_axonn.planner.machine import Machine
-from hf_axonn.planner.memory import RESERVE, Memory, memory
-from hf_axonn.planner.model.shapes import BASES, BLOCK, Step
-from hf_axonn.planner.model.stack import Experts, LinearShape, Stack
-from hf_axonn.planner.pipelined import Pipelined, held_by_ranks, least, pipelined
-from hf_axonn.planner.time.compute import Compute
-from hf_axonn.planner.time.exposed import Overlaps, behind_backward
-from hf_axonn.planner.time.layer_time import layer_time
+from hf_axonn.planner.candidate import Candidate
+from hf_axonn.planner.job import Job
+from hf_axonn.planner.memory import Memory
+from hf_axonn.planner.pipelined import (
+    Pipelined,
+    estimate_seconds,
+    pipeline_candidates,
+    predict_pipeline,
+    why_no_pipeline,
+)
+from hf_axonn.planner.shapes import ExpertsShape, LinearShape, ModelShape
+from hf_axonn.planner.step import BASES, BLOCK
+from hf_axonn.planner.time.exposed import hide_averages, layer_time
+from hf_axonn.planner.time.layer_traffic import LayerSeconds, Traffic, step_traffic
 from hf_axonn.planner.time.links import Links
-from hf_axonn.planner.time.pipeline import PIPELINES
-from hf_axonn.planner.time.schedules import LayerSeconds, Traffic, of_axonn, of_engine
-from hf_axonn.planner.ways import no_way, ways
 from hf_axonn.topology.axis_order import ORDER
-from hf_axonn.topology.grid import Grid, divisors
+from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
-
-
-MOST_TOKENS = 10**10  # of a batch; more is a slip, and its divisors take long to find
-SCHEDULES = ("hf_axonn", "axonn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is to be trained, and on what.
-
-    Args:
-        shape, machine: the model and the machine.
-        sequences, seq: samples of the full batch, and tokens a sample.
-        compute_bytes, param_bytes, reduce_bytes, residual_bytes: as `Step`; bf16 on fp32 weights by default.
-        checkpointing: whether layers run again in backward.
-        lora: as `Step`.
-        base: what the weights of frozen Linears are, one of `BASES`: 4bit as of bitsandbytes, 4bit-double with double
-            quantization.
-        keep_gathered: recomputed, none, all or a number of layers, as in the settings of a run (config.py).
-        micro_batches: how many; None: the fewest that fit.
-        attention: name of the attention kernel, of those of the machine; None: its first.
-        all_gather, reduce_scatter, all_reduce: the three overlaps.
-        schedule: one of SCHEDULES.
-        pipeline, stages_per_rank: on grids with a pipeline one of PIPELINES, and V; None: the fastest of TRIED.
-    Raises:
-        ValueError: a size below 1, or an unknown schedule or pipeline.
-    """
-
-    shape: Stack
-    machine: Machine
-    sequences: int
-    seq: int
-    compute_bytes: int = 2
-    param_bytes: int = 4
-    reduce_bytes: int = 4
-    residual_bytes: int | None = None
-    checkpointing: bool = True
-    lora: int = 0
-    base: str = "full"
-    keep_gathered: str | int = "recomputed"
-    micro_batches: int | None = None
-    attention: str | None = None
-    all_gather: bool = True
-    reduce_scatter: bool = True
-    all_reduce: bool = True
-    schedule: str = "hf_axonn"
-    pipeline: str | None = None
-    stages_per_rank: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("sequences", "seq"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but a batch has at least 1.")
-        if self.tokens > MOST_TOKENS:
-            raise ValueError(f"a batch of {self.tokens} tokens cannot be planned: at most {MOST_TOKENS} can.")
-        if self.micro_batches is not None and self.micro_batches < 1:
-            raise ValueError(f"micro_batches is {self.micro_batches}, but a step has at least 1.")
-        if self.base not in BASES:
-            raise ValueError(f"base is {self.base!r}, but it is one of {', '.join(BASES)}.")
-        if self.base != "full" and not self.lora:
-            raise ValueError(f"base is {self.base!r}, whose weights cannot be trained: give a rank of adapters, lora.")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {self.schedule!r}, but it is one of {', '.join(SCHEDULES)}.")
-        if self.pipeline not in (None, *PIPELINES):
-            raise ValueError(f"pipeline is {self.pipeline!r}, but it is one of {', '.join(PIPELINES)}.")
-        if self.stages_per_rank is not None and self.stages_per_rank < 1:
-            raise ValueError(f"stages_per_rank is {self.stages_per_rank}, but a rank has at least 1 stage.")
-
-    @property
-    def way(self) -> tuple[str, int]:
-        """The pipeline and stages of a rank, of a job that names both."""
-        assert self.pipeline is not None and self.stages_per_rank is not None
-        return self.pipeline, self.stages_per_rank
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the full batch."""
-        return self.sequences * self.seq
-
-    @property
-    def kept_layers(self) -> int:
-        """Layers whose gathered weights are kept from forward to backward."""
-        if isinstance(self.keep_gathered, int):
-            return self.keep_gathered
-        return self.shape.depth if self.keep_gathered == "all" else 0
-
-    def model_flops(self) -> float:
-        """FLOP of one step that the model asks for, as `Stack.model_flops`. Adapters are not counted."""
-        return self.tokens * self.shape.model_flops(self.seq, trained=0 if self.lora else 1)
-
-    def hardware_flops(self) -> float:
-        """`model_flops`, and those of layers that run again. For a GPT under checkpointing this is the formula of the
-        AxoNN paper, 96 B s L h^2 (1 + s / 6h + V / 16 L h)."""
-        return self.model_flops() + (self.layers_flops() if self.checkpointing else 0)
-
-    def layers_flops(self) -> float:
-        """FLOP of one forward pass of all decoder layers."""
-        return self.tokens * self.shape.flops(self.seq)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a step on a grid comes to.
+    """A step on a grid.
 
     Args:
-        job, grid, order, micro_batches: of what.
+        candidate: the job, the grid and the micro-batches.
+        order: of the axes on the machine, from the innermost on.
         seconds: parts of the step: gemm, attention, elementwise, head, optimizer, slowdown (compute; the last: what
             communication beside it costs); exposed x/y, exposed z, exposed data, other (communication that nothing
             hides; other: embedding, head and loss); bubble (what a rank of a pipeline waits for others).
-        memory: bytes of a rank; fits: whether it fits the machine's GPU.
-        travels: the payloads of what travels; None with a pipeline, where `payloads` makes it when it is asked for.
         pipelined: how the stages lie; None without a pipeline.
     """
 
-    job: Job
-    grid: Grid
+    candidate: Candidate
     order: tuple[str, ...]
-    micro_batches: int
     seconds: dict[str, float]
-    memory: Memory
-    fits: bool
-    travels: Traffic | None = field(repr=False)
     pipelined: Pipelined | None = None
+
+    @property
+    def job(self) -> Job:
+        """The job; with a pipeline it names the schedule."""
+        return self.candidate.job
+
+    @property
+    def grid(self) -> Grid:
+        """The grid."""
+        return self.candidate.grid
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.candidate.micro_batches
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes of the rank that needs most."""
+        return self.candidate.memory
+
+    @property
+    def fits(self) -> bool:
+        """True if every rank fits the machine's GPU."""
+        return self.candidate.fits
+
+    @cached_property
+    def links(self) -> Links:
+        """The groups of the grid on the machine."""
+        return Links(self.job.machine, self.grid, self.order)
+
+    @cached_property
+    def payloads(self) -> Traffic:
+        """The payloads of what travels, with a pipeline for the rank that ends last."""
+        if self.pipelined is None:
+            return self.candidate.traffic
+        return step_traffic(self.pipelined.held, self.grid, self.candidate.step, self.candidate.layout)
 
     @property
     def traffic(self) -> dict[str, float]:
         """Seconds of all communication, hidden or not, by axes ("y", "x", "z", "data", "x+y", ...); what goes from
         stage to stage is not in it."""
-        links = Links(self.job.machine, self.grid, self.order)
-        return self.payloads.by_axes(links, self.micro_batches)
-
-    @property
-    def payloads(self) -> Traffic:
-        """The payloads of what travels, with a pipeline for the rank that ends last."""
-        if self.travels is not None:
-            return self.travels
-        assert self.pipelined is not None
-        step = step_of(self.job, self.grid, self.micro_batches)
-        return of_engine(self.pipelined.held, self.grid, step, layout_of(self.job.shape, self.grid))
+        return self.payloads.by_axes(self.links, self.micro_batches)
 
     @property
     def layers(self) -> list[tuple[LayerSeconds, int]]:
         """Seconds of the collectives of one decoder layer and micro-batch, hidden or not, and how many such layers."""
-        links = Links(self.job.machine, self.grid, self.order)
-        return [(traffic.seconds(links), count) for _, traffic, count in self.payloads.layers]
+        return [(traffic.seconds(self.links), count) for _, traffic, count in self.payloads.layers]
 
     @property
     def total(self) -> float:
@@ -189,11 +112,11 @@ class Prediction:
     @property
     def exposed(self) -> float:
         """Seconds of communication that nothing hides."""
-        return sum(value for name, value in self.seconds.items() if name in ("other",) or name.startswith("exposed"))
+        return sum(value for name, value in self.seconds.items() if name == "other" or name.startswith("exposed"))
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Tokens a second of all ranks together."""
         return self.job.tokens / self.total
 
     @property
@@ -211,28 +134,20 @@ class Prediction:
         """Hardware FLOPs utilisation: with what is computed again."""
         return self.flops / self.job.machine.peak_flops
 
+    def simulate(self) -> Prediction:
+        """Return the same, with the schedule of its pipeline played action by action."""
+        if self.pipelined is None or self.pipelined.simulated:
+            return self
+        return predict_candidate(self.candidate, self.order, play=True)
 
-def step_of(job: Job, grid: Grid, micro_batches: int) -> Step:
-    """One (data, z) position's part of a step."""
-    return Step(
-        rows=job.sequences // (grid.dp_size * micro_batches),
-        seq=job.seq,
-        micro_batches=micro_batches,
-        compute_bytes=job.compute_bytes,
-        param_bytes=job.param_bytes,
-        reduce_bytes=job.reduce_bytes,
-        residual_bytes=job.residual_bytes,
-        checkpointing=job.checkpointing,
-        kept_layers=job.kept_layers,
-        lora=job.lora,
-        block_bytes=BASES[job.base],
-        keeps_recomputed=job.keep_gathered == "recomputed",
-        counted=True,
-    )
+    def reorder(self, order: tuple[str, ...]) -> Prediction:
+        """Return the same grid with its axes in another order on the machine."""
+        play = self.pipelined is not None and self.pipelined.simulated
+        return predict_candidate(self.candidate, order, play=play)
 
 
 def refusal(job: Job, grid: Grid) -> str:
-    """Why a batch cannot be divided over a grid, or nothing."""
+    """Return why a batch cannot be divided over a grid, or nothing."""
     if job.sequences % grid.dp_size:
         return f"{job.sequences} sequences are not divisible by data * z = {grid.dp_size}"
     if grid.x * grid.y > job.sequences // grid.dp_size * job.seq:
@@ -244,48 +159,29 @@ def refusal(job: Job, grid: Grid) -> str:
         return f"{rows} sequences of a (data, z) position do not make {job.micro_batches} micro-batches of one size"
     if grid.pipe == 1:
         return ""
-    if job.schedule != "hf_axonn" or job.lora:
-        return "pipelines are planned for this engine, and not with adapters alone"
+    if job.lora:
+        return "pipelines are not planned with adapters alone"
     if isinstance(job.keep_gathered, int):
         return f"keep_gathered is {job.keep_gathered}: with a pipeline it is all, none or recomputed"
-    return "" if ways(job, grid) else no_way(job, grid)
+    return "" if any(pipeline_candidates(job, grid)) else why_no_pipeline(job, grid)
 
 
-def cut_inside(shape: Stack, grid: Grid) -> LinearShape | None:
-    """A Linear whose blocks of 4-bit numbers a grid would cut, if there is one."""
+def cut_inside(shape: ModelShape, grid: Grid) -> LinearShape | None:
+    """Return a Linear whose blocks of 4-bit numbers a grid would cut, if there is one."""
     for layer, _ in shape.kinds:
         for part in layer.parts:
-            for kind, linears in part.groups() if not isinstance(part, Experts) else ():
+            for kind, linears in part.groups() if not isinstance(part, ExpertsShape) else ():
                 for linear in linears:
                     if linear.cols % (BLOCK * (grid.x if kind == WeightKind.ROW else grid.y)):
                         return linear
     return None
 
 
-def fewest_micro_batches(job: Job, grid: Grid) -> tuple[int, Memory]:
-    """The fewest micro-batches that fit a GPU, and what they need; one sample each where none fits. Those of the job,
-    where it says how many."""
-    rows = job.sequences // grid.dp_size
-    layout = layout_of(job.shape, grid)
-    if job.micro_batches is not None:
-        return job.micro_batches, memory(job.shape, grid, step_of(job, grid, job.micro_batches), layout=layout)
-    for count in divisors(rows):
-        needed = memory(job.shape, grid, step_of(job, grid, count), layout=layout)
-        if needed.fits(job.machine.memory) or count == rows:
-            return count, needed
-    raise AssertionError("rows divides itself")
-
-
-def layout_of(shape: Stack, grid: Grid) -> str:
-    """The layout of the residual stream that the engine takes."""
-    return "feature" if shape.features and grid.y > 1 else "token"
-
-
 def predict(job: Job, grid: Grid, *, order: tuple[str, ...] = ORDER) -> Prediction:
-    """Time, utilisation and memory of one optimizer step.
+    """Predict time, utilisation and memory of one optimizer step.
 
     Args:
-        job, grid: of what.
+        job, grid: what is trained, and where.
         order: axes from the innermost on.
     Raises:
         ValueError: the batch cannot be divided so.
@@ -294,151 +190,65 @@ def predict(job: Job, grid: Grid, *, order: tuple[str, ...] = ORDER) -> Predicti
     if why:
         raise ValueError(f"grid {grid}: {why}.")
     if grid.pipe > 1:
-        found = fastest_way([job], grid, order)
+        found = fastest_pipeline([job], grid, order)
         assert found is not None, "there is no limit"
-        return played(found)
-    return predict_with(job, grid, *fewest_micro_batches(job, grid), order=order)
+        return found.simulate()
+    return predict_candidate(Candidate.fewest(job, grid), order)
 
 
-def predict_with(
-    job: Job, grid: Grid, micro_batches: int, needed: Memory, *, order: tuple[str, ...] = ORDER
-) -> Prediction:
-    """`predict`, where micro-batches and what they need are known (`fewest_micro_batches`)."""
-    step = step_of(job, grid, micro_batches)
-    if job.schedule == "axonn":
-        traffic = of_axonn(job.shape, grid, step)
-    else:
-        traffic = of_engine(job.shape, grid, step, layout_of(job.shape, grid))
-    compute = _compute(job, grid, step)
-    return _assemble(job, grid, order, traffic, compute, needed)
-
-
-def fastest_way(
+def fastest_pipeline(
     jobs: Sequence[Job], grid: Grid, order: tuple[str, ...] = ORDER, *, limit: float = math.inf
 ) -> Prediction | None:
-    """The fastest of several jobs on a grid with a pipeline by the closed forms, of those that fit; of the smallest
-    where none fits; None where all take longer than `limit`.
+    """Return the fastest of several jobs on a grid with a pipeline, by the closed forms and of those that fit; the
+    smallest where none fits; None where all take longer than `limit`.
 
     Args:
         jobs: the same with other settings.
         grid, order: as `predict`.
         limit: seconds.
     """
-    quick = _by_time([job for job in jobs if not job.checkpointing], grid, order)
-    if not quick or quick[0][0] <= limit and not _fits(*quick[0][1:], grid):
+    quick = _sort_by_time([job for job in jobs if not job.checkpointing], grid, order)
+    if not quick or quick[0][0] <= limit and not quick[0][1].fits:
         # To compute the same again only takes time, unless without it not even the fastest fits.
-        quick = sorted(quick + _by_time([job for job in jobs if job.checkpointing], grid, order), key=itemgetter(0))
+        again = _sort_by_time([job for job in jobs if job.checkpointing], grid, order)
+        quick = sorted(quick + again, key=itemgetter(0))
     if quick[0][0] > limit:
         return None
-    _, job, count = next((each for each in quick if _fits(*each[1:], grid)), None) or min(
-        quick, key=lambda each: _most(each[1], each[2], grid)
-    )
-    return with_pipeline(job, grid, order, count)
+    candidates = [candidate for _, candidate in quick]
+    chosen = next((candidate for candidate in candidates if candidate.fits), None)
+    return predict_candidate(chosen or min(candidates, key=lambda candidate: candidate.memory.total), order)
 
 
-def _by_time(jobs: Sequence[Job], grid: Grid, order: tuple[str, ...]) -> list[tuple[float, Job, int]]:
-    """Seconds by the closed form, a job with one of its ways, and micro-batches: the fastest first."""
-    found = []
-    for each in jobs:
-        overlaps, layout = overlaps_of(each), layout_of(each.shape, grid)
-        for pipeline, per_rank, count in ways(each, grid):
-            job = replace(each, pipeline=pipeline, stages_per_rank=per_rank)
-            found.append((least(job, grid, step_of(job, grid, count), order, overlaps, layout), job, count))
+def _sort_by_time(jobs: Sequence[Job], grid: Grid, order: tuple[str, ...]) -> list[tuple[float, Candidate]]:
+    """Return seconds by the closed form and candidate, the fastest first."""
+    found = [(estimate_seconds(each, order), each) for job in jobs for each in pipeline_candidates(job, grid)]
     return sorted(found, key=itemgetter(0))
 
 
-def _most(job: Job, micro_batches: int, grid: Grid) -> float:
-    """Bytes of the rank that needs most."""
-    step = step_of(job, grid, micro_batches)
-    return max(needed.total for needed in held_by_ranks(job, grid, step, layout_of(job.shape, grid)))
-
-
-def _fits(job: Job, micro_batches: int, grid: Grid) -> bool:
-    return _most(job, micro_batches, grid) <= (1 - RESERVE) * job.machine.memory
-
-
-def with_pipeline(
-    job: Job, grid: Grid, order: tuple[str, ...], micro_batches: int, *, play: bool = False
-) -> Prediction:
-    """A job, which says which pipeline, on a grid with one."""
-    step, layout = step_of(job, grid, micro_batches), layout_of(job.shape, grid)
-    found = pipelined(job, grid, step, order, overlaps_of(job), layout, play=play)
-    return Prediction(
-        job=job,
-        grid=grid,
-        order=tuple(order),
-        micro_batches=micro_batches,
-        seconds=found.seconds,
-        memory=found.memory,
-        fits=found.memory.fits(job.machine.memory),
-        travels=None,
-        pipelined=found,
-    )
-
-
-def played(entry: Prediction) -> Prediction:
-    """The same, with the schedule of its pipeline played action by action."""
-    if entry.pipelined is None or entry.pipelined.simulated:
-        return entry
-    return with_pipeline(entry.job, entry.grid, entry.order, entry.micro_batches, play=True)
-
-
-def reorder(prediction: Prediction, order: tuple[str, ...]) -> Prediction:
-    """The same grid with its axes in another order on the machine."""
-    job, grid = prediction.job, prediction.grid
-    if prediction.pipelined is not None:
-        return with_pipeline(job, grid, order, prediction.micro_batches, play=prediction.pipelined.simulated)
-    compute = _compute(job, grid, step_of(job, grid, prediction.micro_batches))
-    return _assemble(job, grid, order, prediction.payloads, compute, prediction.memory)
-
-
-def overlaps_of(job: Job) -> Overlaps:
-    """What overlaps a job has."""
-    return Overlaps(
-        all_gather=job.all_gather,
-        reduce_scatter=job.reduce_scatter,
-        all_reduce=job.all_reduce,
-        checkpointing=job.checkpointing,
-        share=job.machine.overlap,
-        # On GPUs, where moving data takes nothing from computing; the paper's code has one group over z.
-        apart=job.schedule == "hf_axonn" and job.machine.overlap == 1,
-        layer_ahead=job.schedule == "hf_axonn",
-    )
-
-
-def _compute(job: Job, grid: Grid, step: Step) -> Compute:
-    return Compute(job.shape, job.machine, grid, step, ours=job.schedule == "hf_axonn", attention=job.attention)
-
-
-def _assemble(
-    job: Job, grid: Grid, order: tuple[str, ...], traffic: Traffic, compute: Compute, needed: Memory
-) -> Prediction:
-    links = Links(job.machine, grid, order)
-    times, overlaps = compute.step.micro_batches, overlaps_of(job)
+def predict_candidate(candidate: Candidate, order: tuple[str, ...], *, play: bool = False) -> Prediction:
+    """Predict a candidate with its axes in an order. `play`: whether the schedule of a pipeline is played action by
+    action, or its closed form taken."""
+    order = tuple(order)
+    if candidate.grid.pipe > 1:
+        found = predict_pipeline(candidate, order, play=play)
+        return Prediction(candidate=candidate, order=order, seconds=found.seconds, pipelined=found)
+    machine, traffic, count = candidate.job.machine, candidate.traffic, candidate.micro_batches
+    links = Links(machine, candidate.grid, order)
     seconds: dict[str, float] = {}
     slack = 0.0
-    for layer, travels, count in traffic.layers:
-        each = layer_time(layer, travels, compute, overlaps, links)
+    for layer, travels, layers in traffic.layers:
+        each = layer_time(layer, travels, candidate.compute, candidate.overlaps, links)
         for part, of_part in each.parts.items():
-            seconds[part] = seconds.get(part, 0.0) + times * count * of_part
-        slack += count * each.slack
-    data = links.all_of(traffic.gradients)
-    hidden = behind_backward(overlaps, data, slack)
-    seconds["slowdown"] += job.machine.slowdown * hidden
+            seconds[part] = seconds.get(part, 0.0) + count * layers * of_part
+        slack += layers * each.slack
+    data = links.ledger_seconds(traffic.gradients)
+    hidden = hide_averages(candidate.overlaps, data, slack)
+    seconds["slowdown"] += machine.slowdown * hidden
     seconds |= {
-        "head": times * sum(compute.head()),
-        "optimizer": compute.optimizer(needed.trained),
+        "head": count * sum(candidate.compute.head()),
+        "optimizer": candidate.compute.optimizer(candidate.memory.trained),
         "exposed data": data - hidden,
-        "other": times * links.all_of(traffic.rest),
+        "other": count * links.ledger_seconds(traffic.rest),
         "bubble": 0.0,
     }
-    return Prediction(
-        job=job,
-        grid=grid,
-        order=tuple(order),
-        micro_batches=times,
-        seconds=seconds,
-        memory=needed,
-        fits=needed.fits(job.machine.memory),
-        travels=traffic,
-    )
+    return Prediction(candidate=candidate, order=order, seconds=seconds)

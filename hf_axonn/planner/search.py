@@ -1,4 +1,4 @@
-"""Which grid: every legal one, ranked by predicted time.
+"""Ranks every legal grid by predicted time.
 
     plan(job, gpus)      -> GridRanking: what fits, fastest first; what does not, and why
     sweep(job, counts)   -> the best grid of each number of GPUs: strong or weak scaling
@@ -20,25 +20,17 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hf_axonn.planner.predict import (
-    Job,
-    Prediction,
-    fastest_way,
-    fewest_micro_batches,
-    played,
-    predict,
-    predict_with,
-    refusal,
-    reorder,
-)
-from hf_axonn.planner.settings import keeping, variants
+from hf_axonn.planner.candidate import Candidate
+from hf_axonn.planner.job import Job
+from hf_axonn.planner.predict import Prediction, fastest_pipeline, predict, predict_candidate, refusal
+from hf_axonn.planner.settings import keep_weights, variants
 from hf_axonn.topology.axis_order import ORDER, check_order, written
 from hf_axonn.topology.grid import Grid, divisors
 
 
-OFF = 0.2  # how far bandwidth or the speed of products may be off, when the first two places are compared
+OFF = 0.2  # error of bandwidth or of the speed of products, when the first two places are compared
 CONTENDERS = 10  # places that get an order of their own, and among which a slower or faster machine may choose anew
-PIPES = (1,)  # sizes of the axis pipe that are planned unless others are asked for
+PIPES = (1,)  # sizes of the axis pipe that are planned by default
 FAR = 1.5
 GAIN = 0.01  # what another order of axes than the engine's own has to save
 
@@ -48,7 +40,7 @@ class GridRanking:
     """The grids of a job on a number of GPUs.
 
     Args:
-        job, gpus: of what.
+        job, gpus: the job, and the number of GPUs.
         ranked: grids that fit, the fastest first; of those with a pipeline the ones that are not FAR behind.
         too_big: grids that do not fit a GPU's memory, the smallest first.
         impossible: grids over which the batch cannot be divided, with the reason.
@@ -72,7 +64,7 @@ class GridRanking:
         raise ValueError(self.why_none())
 
     def why_none(self) -> str:
-        """Why no grid is left."""
+        """Return why no grid is left."""
         if self.too_big:
             least = self.too_big[0]
             needs, has = least.memory.total / 2**30, self.job.machine.memory / 2**30
@@ -87,7 +79,7 @@ class GridRanking:
 
 
 def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write `number` as an ordered product of `parts` factors."""
+    """Yield every way to write `number` as an ordered product of `parts` factors."""
     if parts == 1:
         yield (number,)
         return
@@ -97,7 +89,7 @@ def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def grids(gpus: int, pipes: Iterable[int] = (1,)) -> list[Grid]:
-    """Every grid of so many ranks with these sizes of pipe."""
+    """List every grid of `gpus` ranks with these sizes of pipe."""
     return [
         Grid(data=data, pipe=pipe, z=z, y=y, x=x)
         for pipe in pipes
@@ -117,7 +109,7 @@ def plan(
     """Rank all grids of `gpus` ranks.
 
     Args:
-        job, gpus: of what.
+        job, gpus: what is trained, and on how many GPUs.
         order: of the axes on the machine, from the innermost on, for all grids; None: chosen for the first ones.
         free: settings of the job that each grid may choose (planner/settings.py).
         pipes: sizes of the axis pipe; None: any.
@@ -143,42 +135,45 @@ def plan(
         if grid.pipe == 1:
             prediction = _fastest(jobs, grid, order or ORDER)
         else:
-            found = fastest_way(jobs, grid, order or ORDER, limit=FAR * least)
+            found = fastest_pipeline(jobs, grid, order or ORDER, limit=FAR * least)
             if found is None:
                 continue
             prediction = found
         (ranked if prediction.fits else too_big).append(prediction)
         least = min(least, prediction.total) if prediction.fits else least
     ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
-    ranked = [keeping(entry, free) for entry in ranked[: 3 * CONTENDERS]] + ranked[3 * CONTENDERS :]
+    ranked = [keep_weights(entry, free) for entry in ranked[: 3 * CONTENDERS]] + ranked[3 * CONTENDERS :]
     ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
     if order is None:
         ranked[:CONTENDERS] = map(in_best_order, ranked[:CONTENDERS])
-    ranked[: 2 * CONTENDERS] = map(played, ranked[: 2 * CONTENDERS])
+    ranked[: 2 * CONTENDERS] = [entry.simulate() for entry in ranked[: 2 * CONTENDERS]]
     ranked[: 2 * CONTENDERS] = sorted(ranked[: 2 * CONTENDERS], key=lambda entry: entry.total)
     too_big.sort(key=lambda entry: (entry.memory.total, str(entry.grid)))
     return GridRanking(job=job, gpus=gpus, ranked=tuple(ranked), too_big=tuple(too_big), impossible=tuple(impossible))
 
 
 def _fastest(jobs: list[Job], grid: Grid, order: tuple[str, ...]) -> Prediction:
-    """The prediction of the job that is fastest on a grid, of those that fit it; of the smallest where none fits."""
-    needs = [(job, *fewest_micro_batches(job, grid)) for job in jobs]
-    fitting = [need for need in needs if need[2].fits(need[0].machine.memory)]
+    """Return the fastest job on a grid, of those that fit it; the smallest where none fits."""
+    candidates = [Candidate.fewest(job, grid) for job in jobs]
+    fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
-        job, count, needed = min(needs, key=lambda need: need[2].total)
-        return predict_with(job, grid, count, needed, order=order)
+        return predict_candidate(min(candidates, key=lambda candidate: candidate.memory.total), order)
     # To compute the same again only takes time, unless it makes for fewer micro-batches.
-    saved = {(replace(job, checkpointing=True), count) for job, count, _ in fitting if not job.checkpointing}
+    slower = {
+        (replace(candidate.job, checkpointing=True), candidate.micro_batches)
+        for candidate in fitting
+        if not candidate.job.checkpointing
+    }
     entries = [
-        predict_with(job, grid, count, needed, order=order)
-        for job, count, needed in fitting
-        if (job, count) not in saved
+        predict_candidate(candidate, order)
+        for candidate in fitting
+        if (candidate.job, candidate.micro_batches) not in slower
     ]
     return min(entries, key=lambda entry: entry.total)
 
 
 def other_order(prediction: Prediction) -> Prediction:
-    """The same grid with its axes in the order that is fastest on the machine; the engine's own where none is."""
+    """Return the same grid with its axes in the fastest order on the machine; its own where none is faster."""
     long_axes = [axis for axis in ORDER if getattr(prediction.grid, axis) > 1]
     short = [axis for axis in ORDER if axis not in long_axes]
     orders: Iterable[tuple[str, ...]] = (
@@ -187,19 +182,19 @@ def other_order(prediction: Prediction) -> Prediction:
     if prediction.grid.pipe > 1:  # what travels along pipe and data is little, or once a step
         ends = (("pipe", "data"), ("data", "pipe"))
         orders = ((*inner, *outer) for inner in itertools.permutations(("y", "x", "z")) for outer in ends)
-    return min([prediction, *(reorder(prediction, order) for order in orders)], key=lambda entry: entry.total)
+    return min([prediction, *(prediction.reorder(order) for order in orders)], key=lambda entry: entry.total)
 
 
 def in_best_order(prediction: Prediction) -> Prediction:
-    """The same grid in the order that is fastest, or in its own where that gains less than GAIN."""
+    """Return the same grid in the fastest order, or in its own where that gains less than GAIN."""
     better = other_order(prediction)
     return better if better.total < (1 - GAIN) * prediction.total else prediction
 
 
 def alternatives(found: GridRanking) -> list[tuple[str, Prediction]]:
-    """The first place if links or products were OFF slower or faster, among the CONTENDERS first.
+    """Return the first place if links or products were OFF slower or faster, among the CONTENDERS first.
 
-    Where these are not one grid, the order of the first places hangs on numbers that are not known well enough.
+    Where these are not one grid, the order of the first places depends on numbers that are not known well enough.
     """
     first = found.ranked[:CONTENDERS]
     answers = []
@@ -209,7 +204,7 @@ def alternatives(found: GridRanking) -> list[tuple[str, Prediction]]:
         ("products 20% slower", {"gemm": 1 - OFF}),
         ("products 20% faster", {"gemm": 1 + OFF}),
     ):
-        machine = found.job.machine.scaled(**changes)
+        machine = found.job.machine.scale(**changes)
         again = [
             predict(replace(each.job, machine=machine, micro_batches=each.micro_batches), each.grid, order=each.order)
             for each in first
@@ -227,7 +222,7 @@ def sweep(
     free: Collection[str] = (),
     pipes: Collection[int] | None = PIPES,
 ) -> list[GridRanking]:
-    """Plans for several numbers of GPUs.
+    """Plan for several numbers of GPUs.
 
     Args:
         job: the batch is that of every plan; with `weak`, that of the first one, and grows with the GPUs.

@@ -1,4 +1,4 @@
-"""Settings that a plan may choose beside the grid, and how they are written.
+"""Settings that a plan may choose beside the grid, and their texts.
 
     checkpointing     on, off: whether layers run again in backward
     keep_gathered     recomputed, none, all or a number of layers (config.py)
@@ -21,19 +21,21 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from hf_axonn.planner.memory import RESERVE, memory
-from hf_axonn.planner.predict import Job, Prediction, layout_of, predict, step_of, with_pipeline
+from hf_axonn.planner.candidate import Candidate
+from hf_axonn.planner.job import Job
+from hf_axonn.planner.memory import RESERVE
+from hf_axonn.planner.predict import Prediction, predict, predict_candidate
 from hf_axonn.planner.time.pipeline import PIPELINES
 
 
 EXACT = ("checkpointing", "keep_gathered", "micro_batches", "pipeline", "stages_per_rank")
 ROUNDING = ("reduce_dtype", "residual_dtype")
-GAIN = 0.01  # what keeping gathered weights has to save, as it takes memory
+GAIN = 0.01  # share that keeping gathered weights has to save, as it takes memory
 BF16 = 2
 
 
 def variants(job: Job, free: Collection[str]) -> list[Job]:
-    """The job with every choice of the free settings but those that depend on memory."""
+    """Return the job with every choice of the free settings but those that depend on memory."""
     choices: list[list[dict[str, Any]]] = [
         [{"checkpointing": False}, {"checkpointing": True}] if "checkpointing" in free else [{}],
         [{}, {"reduce_bytes": BF16}] if "reduce_dtype" in free else [{}],
@@ -42,30 +44,30 @@ def variants(job: Job, free: Collection[str]) -> list[Job]:
     return [replace(job, **dict(ChainMap(*chosen))) for chosen in itertools.product(*choices)]
 
 
-def keeping(entry: Prediction, free: Collection[str]) -> Prediction:
-    """The same with the gathered weights of as many layers kept for backward as fit, where that gains GAIN."""
+def keep_weights(entry: Prediction, free: Collection[str]) -> Prediction:
+    """Return the same with the gathered weights of as many layers kept for backward as fit, where that gains GAIN."""
     job, grid = entry.job, entry.grid
-    if "keep_gathered" not in free or grid.z == 1 or job.schedule != "hf_axonn":
+    if "keep_gathered" not in free or grid.z == 1:
         return entry
     if entry.seconds["exposed z"] + entry.seconds["slowdown"] < GAIN * entry.total:
         return entry
     if entry.pipelined is not None:  # all of a rank's layers, and then once a step
-        every = replace(job, keep_gathered="all")
-        kept = with_pipeline(every, grid, entry.order, entry.micro_batches, play=entry.pipelined.simulated)
-        return kept if kept.fits and kept.total < (1 - GAIN) * entry.total else entry
-    one = replace(job, keep_gathered=1, micro_batches=entry.micro_batches)
-    step = step_of(one, grid, entry.micro_batches)
-    layer = memory(job.shape, grid, step, layout=layout_of(job.shape, grid)).total - entry.memory.total
-    room = (1 - RESERVE) * job.machine.memory - entry.memory.total
-    count = min(job.shape.depth, int(room / layer) if layer > 0 else job.shape.depth)
-    if count < 1:
-        return entry
-    kept = predict(replace(one, keep_gathered="all" if count == job.shape.depth else count), grid, order=entry.order)
+        every = Candidate(replace(job, keep_gathered="all"), grid, entry.micro_batches)
+        kept = predict_candidate(every, entry.order, play=entry.pipelined.simulated)
+    else:
+        one = replace(job, keep_gathered=1, micro_batches=entry.micro_batches)
+        layer = Candidate(one, grid, entry.micro_batches).memory.total - entry.memory.total
+        room = (1 - RESERVE) * job.machine.memory - entry.memory.total
+        count = min(job.shape.depth, int(room / layer) if layer > 0 else job.shape.depth)
+        if count < 1:
+            return entry
+        some = replace(one, keep_gathered="all" if count == job.shape.depth else count)
+        kept = predict(some, grid, order=entry.order)
     return kept if kept.fits and kept.total < (1 - GAIN) * entry.total else entry
 
 
 def as_text(job: Job) -> dict[str, str]:
-    """The settings of a job as they are written here."""
+    """Return the texts of a job's settings."""
     return {
         "checkpointing": "on" if job.checkpointing else "off",
         "keep_gathered": str(job.keep_gathered),
@@ -75,8 +77,8 @@ def as_text(job: Job) -> dict[str, str]:
     }
 
 
-def fixed(texts: Iterable[str]) -> dict[str, Any]:
-    """Fields of a Job of NAME=VALUE texts.
+def parse_fixed(texts: Iterable[str]) -> dict[str, Any]:
+    """Parse NAME=VALUE texts to fields of a Job.
 
     Raises:
         ValueError: no such setting, or no such value of it.

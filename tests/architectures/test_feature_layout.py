@@ -19,12 +19,12 @@ from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.planner.measure.traffic_counter import count_traffic
 from tests.end_to_end.test_equivalence import SITUATIONS
 from tests.helpers.equality import Case, compare, exact, rows_of, too_large
 from tests.helpers.float64 import checkpointed
 from tests.helpers.models import BLOCKWISE, tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.traffic_counter import count_traffic
 
 
 HIDDEN = 50  # 3 and 4 do not divide it: 17, 17, 16 and 13, 13, 13, 11

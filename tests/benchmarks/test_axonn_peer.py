@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from hf_axonn import Grid
-from hf_axonn.planner.measure.traffic_counter import count_traffic
 from tests.benchmarks.peers import axonn_models, axonn_on_cpus, contenders, peers, ranks, report
 from tests.helpers import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.traffic_counter import count_traffic
 
 
 SOURCE = os.environ.get("HF_AXONN_TEST_AXONN")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_axonn import Grid
-from hf_axonn.planner.model.stack import Experts, UnshardedModule
+from hf_axonn.planner.shapes import ExpertsShape, UnshardedModule
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.benchmarks.traffic import models as traffic_models
 
@@ -47,7 +47,7 @@ def test_the_engine_sends_what_the_planner_found(kind):
 def test_sizes_that_do_not_divide_and_a_shape_that_is_not_the_model_s():
     config, grid = tiny_config("deepseek_v3"), Grid(z=3, y=2)
     shape = traffic_models.shape_of(config)
-    assert any(isinstance(part, Experts) for layer, _ in shape.runs for part in layer.parts)
+    assert any(isinstance(part, ExpertsShape) for layer, _ in shape.runs for part in layer.parts)
     assert not traffic_models.differences(config, shape, grid)
     wrong = traffic_models.differences(config, traffic_models.shape_of(tiny_config("bitnet")), grid)
     assert "forward all_gather over z: counted" in "\n".join(wrong)
@@ -58,7 +58,7 @@ def test_a_model_is_as_it_was_after_it_was_looked_at():
     with torch.device("meta"):
         model = traffic_models.AutoModelForCausalLM.from_config(tiny_config("codegen"))
     before, loss = [*model.modules()], model.loss_function
-    shape = traffic_models.found_shape(model.eval())
+    shape = traffic_models.trace_shape(model.eval())
     assert any(isinstance(part, UnshardedModule) for layer, _ in shape.runs for part in layer.parts)
     assert [*model.modules()] == before and model.loss_function is loss and not model.training
     assert not any(

@@ -17,7 +17,7 @@ from hf_axonn.cli.main import main
 from hf_axonn.launch import launch_file
 from hf_axonn.launch.command import read_launch_file
 from hf_axonn.launch.launch_file import resolve
-from hf_axonn.planner.jobs import make_job
+from hf_axonn.planner.from_settings import make_job
 from hf_axonn.planner.machine import FOLDER, known_machines, load_machine, machine_of_gpus
 from hf_axonn.planner.search import plan
 from hf_axonn.planner.settings import EXACT

@@ -57,7 +57,6 @@ COMMANDS = {
         ["plan", "--sweep"],
         {"": ["1..8", "3..24"], **PLAN, "--gpus": [None], "--pipe": [None, "2", "3"], "--weak": [False, True]},
     ),
-    "plan --paper": (["plan", "--paper"], {**PLAN, "--schedule": [None, "axonn"], "--top": [None, "1"]}),
     "doctor": (
         ["doctor", "--config"],
         {

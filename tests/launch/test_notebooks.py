@@ -217,7 +217,7 @@ def test_what_cannot_be_right_is_refused_before_a_process_starts(arguments, mess
 
 def test_on_gpus_processes_get_what_fits_the_grid(monkeypatch, capsys):
     def launch(worker, args, **options):
-        worker.result.write_bytes(notebook._pickled(worker.environment))
+        worker.result.write_bytes(notebook._pickle_result(worker.environment))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(notebook, "has_nvidia", lambda: True)

@@ -12,8 +12,9 @@ from accelerate.state import AcceleratorState
 
 from hf_axonn import AxonnPlugin, Grid, parallelize
 from hf_axonn.config import AxonnConfig
+from hf_axonn.planner.dense import DenseShape
 from hf_axonn.planner.memory import memory
-from hf_axonn.planner.model.shapes import ModelShape, Step
+from hf_axonn.planner.step import Step
 from tests.helpers.equality import Case, worst_ratio
 from tests.helpers.float64 import relative_errors
 from tests.helpers.models import tiny_batch, tiny_model, unplanned_model
@@ -112,7 +113,7 @@ def planned(grid: str, checkpointing: bool) -> float:
     step = Step(rows=8, seq=7, checkpointing=checkpointing)
     y = 2 if "y=2" in grid else 1
     wide, narrow = (
-        memory(ModelShape(layers=2, **sizes), Grid(y=y, x=2 // y), each, layout="feature")
+        memory(DenseShape(layers=2, **sizes), Grid(y=y, x=2 // y), each, layout="feature")
         for each in (step, replace(step, residual_bytes=2))
     )
     return wide.activations - narrow.activations

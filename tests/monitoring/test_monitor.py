@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from hf_axonn import Grid, Monitor
 from hf_axonn.monitoring import monitor as monitor_module
 from hf_axonn.monitoring.monitor import tokens_and_squares
+from hf_axonn.planner.dense import shape_from_config
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
-from hf_axonn.planner.model.catalog import shape_from_config
-from hf_axonn.planner.predict import Job
 from tests.accelerator.test_accelerator_training import new_accelerator
 from tests.helpers.event_files import scalars
 from tests.helpers.models import tiny_config, tiny_model

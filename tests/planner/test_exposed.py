@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 
 from hf_axonn.planner.time.compute import Group
-from hf_axonn.planner.time.exposed import Overlaps, exposed
-from hf_axonn.planner.time.schedules import LayerSeconds
+from hf_axonn.planner.time.exposed import Overlaps, exposed_seconds
+from hf_axonn.planner.time.layer_traffic import LayerSeconds
 
 
 def backward(windows, *, apart):
@@ -22,7 +22,7 @@ def backward(windows, *, apart):
     overlaps = Overlaps(
         all_gather=True, reduce_scatter=True, all_reduce=True, checkpointing=False, share=1, apart=apart
     )
-    found = exposed(overlaps, layer, (), groups)
+    found = exposed_seconds(overlaps, layer, (), groups)
     return found.backward_z, found.slack
 
 

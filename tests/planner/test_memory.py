@@ -8,17 +8,18 @@ import pytest
 from transformers import AutoConfig
 
 from hf_axonn.layers import moe
+from hf_axonn.planner.dense import DenseShape
 from hf_axonn.planner.memory import FOREIGN_BYTES, _saved_by_experts, local_parameters, memory
-from hf_axonn.planner.model.shapes import ModelShape, Step
-from hf_axonn.planner.model.stack import Experts
-from hf_axonn.planner.tracing.read_shape import built_shape
+from hf_axonn.planner.shapes import ExpertsShape
+from hf_axonn.planner.step import Step
+from hf_axonn.profiling.read_shape import build_shape
 from hf_axonn.topology.grid import Grid
 from tests.planner.test_predict import LLAMA, SOME
 
 
 def test_memory_by_hand():
     """Two layers of hidden 8, 2 heads, MLP 16, vocabulary 10, on z = 2, x = 2: sizes that divide."""
-    shape = ModelShape(layers=2, hidden=8, heads=2, intermediate=16, vocab=12)
+    shape = DenseShape(layers=2, hidden=8, heads=2, intermediate=16, vocab=12)
     grid, step = Grid(z=2, x=2), Step(rows=1, seq=4, checkpointing=True)
     layer = 4 * 8 * 8 + 3 * 8 * 16
     local = (2 * layer + 2 * 12 * 8) // 4 + 5 * 8
@@ -67,7 +68,7 @@ def test_on_gloo_the_largest_reduction_of_a_mixture_is_there_twice(grid):
     """That of the gradient of all tokens [rows * seq, hidden] in bf16, which experts give."""
     sizes = dict(hidden_size=48, intermediate_size=24, num_hidden_layers=2, num_attention_heads=6, vocab_size=131)
     sizes |= dict(num_key_value_heads=3, num_local_experts=4, max_position_embeddings=64)
-    shape, step = built_shape(AutoConfig.for_model("mixtral", **sizes).to_dict()), Step(rows=3, seq=8)
+    shape, step = build_shape(AutoConfig.for_model("mixtral", **sizes).to_dict()), Step(rows=3, seq=8)
     found = [memory(shape, grid, step, gloo=gloo).layer for gloo in (False, True)]
     assert found[1] - found[0] == (3 * 8 * 48 * 2 if grid.x * grid.y > 1 else 0)
 
@@ -77,7 +78,7 @@ def test_few_pairs_of_other_ranks_are_taken_along_on_gpus():
     assert FOREIGN_BYTES == moe.FOREIGN_BYTES
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, vocab_size=131)
     sizes |= dict(num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64)
-    shape, step = built_shape(AutoConfig.for_model("mixtral", **sizes).to_dict()), Step(rows=3, seq=8)
+    shape, step = build_shape(AutoConfig.for_model("mixtral", **sizes).to_dict()), Step(rows=3, seq=8)
     few = FOREIGN_BYTES // (2 * 8 * 16 * 2) * 2  # rows, half of whose two pairs are of the other rank
     for rows, grid, gloo, pairs, features in (
         (few, Grid(x=2), False, 2, 2 * 16 + 2 * 48),
@@ -85,6 +86,6 @@ def test_few_pairs_of_other_ranks_are_taken_along_on_gpus():
         (few + 2, Grid(x=2), False, 1, 3 * 16 + 2 * 48),
         (few, Grid(x=4), False, 0.5, 3 * 16 + 2 * 48),  # one expert a rank
     ):
-        experts = next(part for layer, _ in shape.kinds for part in layer.parts if isinstance(part, Experts))
+        experts = next(part for layer, _ in shape.kinds for part in layer.parts if isinstance(part, ExpertsShape))
         saved = _saved_by_experts(shape, experts, grid, replace(step, rows=rows), gloo)
         assert saved == pairs * rows * 8 * features * 2

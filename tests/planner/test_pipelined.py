@@ -10,20 +10,21 @@ import yaml
 
 from hf_axonn.cli.main import main
 from hf_axonn.config import AxonnConfig
+from hf_axonn.planner.candidate import Candidate
+from hf_axonn.planner.dense import DenseShape, load_shape
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.memory import kept_bytes, memory
-from hf_axonn.planner.model.catalog import load_shape
-from hf_axonn.planner.model.shapes import ModelShape
-from hf_axonn.planner.predict import Job, predict, reorder, step_of
+from hf_axonn.planner.predict import predict
 from hf_axonn.planner.search import PIPES, grids, plan
-from hf_axonn.planner.settings import EXACT, fixed, keeping
-from hf_axonn.planner.stages import layer_costs, stages_of
+from hf_axonn.planner.settings import EXACT, keep_weights, parse_fixed
+from hf_axonn.planner.stages import divide_model, layer_costs
 from hf_axonn.planner.time.links import Links
 from hf_axonn.topology.grid import Grid
 from tests.helpers.calls import calls_of
 
 
-LLAMA = ModelShape(layers=16, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocab=32000)
+LLAMA = DenseShape(layers=16, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocab=32000)
 JOB = Job(
     shape=LLAMA, machine=load_machine("dgx-a100"), sequences=64, seq=2048, checkpointing=False, pipeline="1f1b",
     stages_per_rank=1, micro_batches=16,
@@ -33,7 +34,7 @@ COMMAND = "plan --model gpt-40b --machine dgx-a100 --batch-sequences 512 --seq 2
 
 def test_ranks_have_all_of_the_model_between_them():
     for per_rank in (1, 2):
-        found = stages_of(LLAMA, 4, per_rank, 2048)
+        found = divide_model(LLAMA, 4, per_rank, 2048)
         assert [index for stage in found.layers for index in stage] == list(range(16))
         assert sum(stack.depth for stack in found.held) == 16
         assert [(stack.begins, stack.ends) for stack in found.held] == [
@@ -43,7 +44,7 @@ def test_ranks_have_all_of_the_model_between_them():
         ]
         assert sum(stack.parameters() for stack in found.held) == LLAMA.parameters()
     tied = load_shape("gpt-5b")
-    held = stages_of(tied, 4, 1, 2048).held
+    held = divide_model(tied, 4, 1, 2048).held
     assert sum(stack.parameters() for stack in held) == tied.parameters() + tied.vocab * tied.hidden
     # Learned positions are with the embedding, the last norm with the head.
     assert held[0].parameters() - held[1].parameters() * held[0].depth / held[1].depth == pytest.approx(
@@ -58,7 +59,7 @@ def test_the_head_weighs_by_its_flop():
     assert costs == 16 * [2 * weights + 2 * 2048 / 2 * 2 * 4096]
     assert head == 2 * 32000 * 4096
     wide = replace(LLAMA, vocab=256000)  # the head costs as much as 4.7 layers
-    assert [len(stage) for stage in stages_of(wide, 4, 1, 2048).layers] == [5, 5, 5, 1]
+    assert [len(stage) for stage in divide_model(wide, 4, 1, 2048).layers] == [5, 5, 5, 1]
 
 
 def test_a_step_is_that_of_the_rank_that_ends_last():
@@ -84,8 +85,8 @@ def test_a_step_is_that_of_the_rank_that_ends_last():
 @pytest.mark.parametrize("pipeline", ["1f1b", "gpipe"])
 def test_memory_is_of_the_own_layers_and_of_what_is_in_flight(pipeline):
     grid, job = Grid(pipe=4, x=4), replace(JOB, pipeline=pipeline)
-    step = step_of(job, grid, 16)
-    first, *_, last = stages_of(LLAMA, 4, 1, 2048).held
+    step = Candidate(job, grid, 16).step
+    first, *_, last = divide_model(LLAMA, 4, 1, 2048).held
     needed = [memory(stack, Grid(x=4), step) for stack in (first, last)]
     flights = (4, 1) if pipeline == "1f1b" else (16, 16)
     saved = [count * each.activations for count, each in zip(flights, needed, strict=True)]
@@ -108,14 +109,14 @@ def test_weight_gradients_that_come_later_keep_what_they_need():
 
 def test_gathers_are_made_once_a_step_if_they_are_kept():
     grid = Grid(pipe=2, z=8)
-    job = replace(JOB, micro_batches=8, machine=load_machine("dgx-a100@100").scaled(bandwidth=0.05))
+    job = replace(JOB, micro_batches=8, machine=load_machine("dgx-a100@100").scale(bandwidth=0.05))
     again, once = (predict(replace(job, keep_gathered=keep), grid) for keep in ("none", "all"))
     assert once.seconds["exposed z"] < 0.75 * again.seconds["exposed z"]
     stack = again.pipelined.held
-    kept = kept_bytes(stack, grid, step_of(replace(job, keep_gathered="all"), grid, 8))
+    kept = kept_bytes(stack, grid, Candidate(replace(job, keep_gathered="all"), grid, 8).step)
     weights = sum(weight.elements for layer, count in stack.runs for weight in count * layer.weights)
     assert kept == 2 * weights
-    assert keeping(again, ("keep_gathered",)).job.keep_gathered == "all"
+    assert keep_weights(again, ("keep_gathered",)).job.keep_gathered == "all"
     with pytest.raises(ValueError, match="keep_gathered is 3: with a pipeline it is all, none or recomputed"):
         predict(replace(job, keep_gathered=3), grid)
 
@@ -141,7 +142,7 @@ def test_what_cannot_be_is_refused_with_numbers():
         ({"micro_batches": 2}, Grid(pipe=4), "needs 4 micro-batches for 4 stages, and there are 2"),
         ({"stages_per_rank": 2}, Grid(pipe=4), "the schedule 1f1b has one stage a rank, not 2"),
         ({}, Grid(pipe=32), "16 layers are fewer than pipe . stages_per_rank = 32 stages"),
-        ({"schedule": "axonn"}, Grid(pipe=2), "pipelines are planned for this engine"),
+        ({"lora": 8}, Grid(pipe=2), "pipelines are not planned with adapters alone"),
     ):
         with pytest.raises(ValueError, match=words):
             predict(replace(JOB, **changes), grid)
@@ -149,7 +150,10 @@ def test_what_cannot_be_is_refused_with_numbers():
         replace(JOB, pipeline="1f2b")
     with pytest.raises(ValueError, match="stages_per_rank is 0"):
         replace(JOB, stages_per_rank=0)
-    assert fixed(["pipeline=interleaved", "stages_per_rank=2"]) == {"pipeline": "interleaved", "stages_per_rank": 2}
+    assert parse_fixed(["pipeline=interleaved", "stages_per_rank=2"]) == {
+        "pipeline": "interleaved",
+        "stages_per_rank": 2,
+    }
 
 
 def test_no_pipeline_is_planned_unless_asked_for():
@@ -165,7 +169,7 @@ def test_no_pipeline_is_planned_unless_asked_for():
     assert all(entry.grid.x * entry.grid.y <= 8 for entry in found.ranked if entry.grid.pipe > 1)
     assert all(entry.pipelined.simulated for entry in found.ranked[:10] if entry.pipelined)
     piped = next(entry for entry in found.ranked if entry.pipelined)
-    assert reorder(piped, piped.order).total == pytest.approx(piped.total)
+    assert piped.reorder(piped.order).total == pytest.approx(piped.total)
     assert piped.total == pytest.approx(
         predict(replace(piped.job, micro_batches=piped.micro_batches), piped.grid, order=piped.order).total
     )
@@ -204,6 +208,7 @@ def test_the_command_says_how_the_pipeline_lies(capsys):
     assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
     assert main([*COMMAND, "--pipe", "2,x"]) == 2
     assert "--pipe is '2,x': write sizes such as 1,2,4,8, or any." in capsys.readouterr().err
-    assert main([*COMMAND, "--pipe", "2", "--schedule", "axonn"]) == 2
+    assert main([*COMMAND, "--pipe", "2", "--lora", "8"]) == 2
+    assert "--pipe is not planned with --lora" in capsys.readouterr().err
     assert main([*COMMAND]) == 0
     assert "pipe" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The planner, `hf-axonn plan`, `grid: auto` and `hf-axonn bench-links`."""
+"""The planner, `hf-axonn plan` and `grid: auto`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import huggingface_hub
 import pytest
-import torch
 import yaml
 from transformers import AutoConfig
 
@@ -17,21 +16,19 @@ from hf_axonn.cli.main import main
 from hf_axonn.cli.plan_report import sizes
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.launch_file import resolve
-from hf_axonn.planner.jobs import batch_of, number, resolve_auto
-from hf_axonn.planner.machine import FOLDER, load_machine
-from hf_axonn.planner.measure import bench_links, timings
-from hf_axonn.planner.measure.peaks import peak_tflops
-from hf_axonn.planner.model.catalog import load_shape
-from hf_axonn.planner.predict import Job, predict
+from hf_axonn.planner.dense import load_shape
+from hf_axonn.planner.from_settings import choose_batch, number, resolve_auto
+from hf_axonn.planner.job import Job
+from hf_axonn.planner.machine import FOLDER, load_machine, peak_tflops
+from hf_axonn.planner.predict import predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
-from hf_axonn.planner.settings import EXACT, GAIN, ROUNDING, as_text, keeping
-from hf_axonn.planner.tracing.read_shape import read_shape, shape_of
+from hf_axonn.planner.settings import EXACT, GAIN, ROUNDING, as_text, keep_weights
+from hf_axonn.profiling.read_shape import read_shape, shape_of
 from hf_axonn.topology.axis_order import ORDER, written
 from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT
 from tests.helpers.calls import calls_of
 from tests.helpers.models import tiny_config
-from tests.helpers.ranks import run_ranks
 
 
 JOB = Job(shape=load_shape("gpt-5b"), machine=load_machine("perlmutter"), sequences=512, seq=2048)
@@ -170,13 +167,15 @@ def test_what_is_no_number(text):
     ],
 )
 def test_a_batch_becomes_sequences_that_divide_well(tokens, seq, gpus, sequences, note):
-    assert batch_of(tokens, seq, gpus) == (sequences, note)
+    assert choose_batch(tokens, seq, gpus) == (sequences, note)
 
 
 def test_ordinary_batches_lose_nothing():
     """4M tokens of 4,096 on 64 H100 took 131 s a step as 977 sequences, on y=8, x=8."""
     job = replace(JOB, shape=load_shape("gpt-10b"), machine=load_machine("dgx-h100"), seq=4096)
-    given, even = (plan(replace(job, sequences=count), 64).best for count in (batch_of(4_000_000, 4096, 64)[0], 1024))
+    given, even = (
+        plan(replace(job, sequences=count), 64).best for count in (choose_batch(4_000_000, 4096, 64)[0], 1024)
+    )
     assert given.total == even.total
     assert plan(replace(job, sequences=977), 64).best.total > 5 * even.total
 
@@ -328,17 +327,19 @@ def test_free_settings_are_chosen_and_fixed_ones_kept():
 
 def test_weights_are_kept_where_they_fit_and_help():
     """Links so slow that gathers are exposed: as many layers keep theirs as fit, and one more would not."""
-    slow = replace(load_machine("perlmutter").scaled(bandwidth=0.05), memory=20 * 2**30)
+    slow = replace(load_machine("perlmutter").scale(bandwidth=0.05), memory=20 * 2**30)
     job = replace(JOB, machine=slow, sequences=512)
     entry = predict(job, Grid(z=64))
-    found = keeping(entry, ("keep_gathered",))
+    found = keep_weights(entry, ("keep_gathered",))
     count = found.job.kept_layers
     assert 0 < count < job.shape.depth and found.fits and found.total < (1 - GAIN) * entry.total
     assert not predict(replace(found.job, keep_gathered=count + 1), found.grid).fits
     roomy = replace(job, machine=replace(slow, memory=2**40))
-    assert keeping(predict(roomy, Grid(z=64)), EXACT).job.keep_gathered == "all"
-    assert keeping(entry, ("checkpointing",)) is entry  # fixed
-    assert keeping(predict(job, Grid(data=4, x=16)), EXACT).job.keep_gathered == "recomputed"  # nothing is gathered
+    assert keep_weights(predict(roomy, Grid(z=64)), EXACT).job.keep_gathered == "all"
+    assert keep_weights(entry, ("checkpointing",)) is entry  # fixed
+    assert (
+        keep_weights(predict(job, Grid(data=4, x=16)), EXACT).job.keep_gathered == "recomputed"
+    )  # nothing is gathered
 
 
 def test_the_answer_counts_days_and_overlaps(capsys):
@@ -393,23 +394,14 @@ def test_sequences_are_as_long_as_the_window_allows(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    "words", ["--paper --gpus 8 --price 1", "--paper --gpus 8 --tokens 1B", "--sweep 1..8 --overlap"]
-)
-def test_options_without_effect_are_refused(words, capsys):
-    assert main([*COMMAND, *words.split()]) == 2
+def test_options_without_effect_are_refused(capsys):
+    assert main([*COMMAND, "--sweep", "1..8", "--overlap"]) == 2
     assert "leave one of them out" in capsys.readouterr().err
 
 
 def test_sizes_of_pipe_that_divide_nothing(capsys):
     assert main([*COMMAND, "--gpus", "64", "--pipe", "3"]) == 1
     assert "no grid of 64 GPUs is possible: no size of pipe to plan with divides 64" in capsys.readouterr().out
-
-
-def test_the_paper_mode_ranks_by_communication(capsys):
-    assert main([*COMMAND, "--gpus", "16", "--paper", "--json"]) == 0
-    times = [entry["communication_seconds"] for entry in json.loads(capsys.readouterr().out)]
-    assert times == sorted(times) and len(times) == 10
 
 
 @pytest.mark.parametrize(
@@ -425,7 +417,7 @@ def test_the_paper_mode_ranks_by_communication(capsys):
         (["--gpus", "8", "--fix", "checkpointing=yes"], "checkpointing is on, off."),
         (["--gpus", "8", "--fix", "keep_gathered=some"], "keep_gathered is recomputed, none, all, a number."),
         (["--gpus", "8", "--fix", "micro_batches"], "micro_batches is a number."),
-        (["--gpus", "8", "--lora", "8", "--paper"], "--lora is planned for this engine alone"),
+        (["--gpus", "8", "--lora", "8", "--pipe", "2"], "--pipe is not planned with --lora"),
         (["--gpus", "8", "--base", "4bit"], "--base 4bit goes with --lora RANK"),
         (["--gpus", "8", "--attention", "flash9"], "no speed of the attention kernel 'flash9'"),
         (["--gpus", "8", "--machine", "nowhere"], "there is no machine 'nowhere'"),
@@ -526,37 +518,6 @@ def test_sizes_are_left_alone():
     assert resolve_auto(section, 2, mixed_precision="no") == (section, [])
 
 
-def measured(folder):
-    """Two nodes of two processes each, as it seems to this rank."""
-    bench_links.SIZES = {"cpu": (16, 64)}
-    bench_links.PAYLOADS, bench_links.BETWEEN = {"gloo": (2**12, 2**18)}, {"cpu": 16}
-    bench_links.COPIED = {"cpu": 2**16}
-    bench_links.PASSES = 3
-    timings.LONG = 1e-3
-    import os
-
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    file = f"{folder}/this.json"
-    assert bench_links.bench_links(file) == 0
-    late = bench_links.measure(4, torch.device("cpu"), seconds=0.0, peak=2.5)
-    assert late["peak_tflops"] == 2.5 and late["sources"]["peak_tflops"] == "given as --peak-tflops"
-    return late["sources"]["intra_gbs"], bench_links._siblings(2, 2).size()
-
-
-def test_bench_links_writes_a_machine_that_plans(tmp_path, capsys):
-    for intra, size in run_ranks(measured, 4, str(tmp_path)):
-        assert "not measured for want of time" in intra and size == 2
-    machine = load_machine(str(tmp_path / "this.json"))
-    assert machine.gpus_per_node == 2 and set(machine.intra) == {(1, 2)}
-    assert "one ring through 2 nodes" in machine.sources["inter_gbs"]
-    assert 0 <= machine.overlap <= 1 == machine.memory_fraction and machine.kernel > 0
-    kinds = {"reduce_scatter", "all_to_all", "all_reduce"}
-    assert set(machine.relative_cost) == set(machine.relative_latency) == kinds
-    assert max(share for _, share in machine.gemm_by_size) == 1.0 == machine.gemm_fraction
-    assert main([*COMMAND, "--machine", str(tmp_path / "this.json"), "--gpus", "16"]) in (0, 1)
-    assert "of this, " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
@@ -570,15 +531,3 @@ def test_bench_links_writes_a_machine_that_plans(tmp_path, capsys):
 )
 def test_the_peak_is_that_of_the_name(name, peak):
     assert peak_tflops(name) == peak
-
-
-def test_latency_is_a_line_through_two_sizes():
-    assert bench_links._latency({2: 12e-6, 8: 24e-6}) == pytest.approx((10e-6, 2e-6))
-    assert bench_links._latency({2: 12e-6, 4: 9e-6}) == (pytest.approx(11e-6), bench_links.UNMEASURED)
-    assert bench_links._latency({}) == (timings.UNMEASURED,) * 2
-
-
-def test_bench_links_needs_torchrun(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["bench-links", "--output", "this.json"]) == 2
-    assert "start it as torchrun" in capsys.readouterr().err

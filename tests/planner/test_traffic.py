@@ -1,4 +1,4 @@
-"""The collectives of real training steps, counted, are those of perf/volumes.py: to the call and to the byte."""
+"""The collectives of real training steps, counted, are those of planner/traffic/volumes.py, to the call and byte."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.losses import head_chunks
-from hf_axonn.planner.measure.traffic_counter import count_traffic
-from hf_axonn.planner.model.shapes import ModelShape, Step
+from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic import volumes as arithmetic
-from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
+from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import rows_of
 from tests.helpers.four_bit import WIDE, quantized_model
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.traffic_counter import count_traffic
 
 
-LLAMA = ModelShape(layers=2, hidden=48, heads=12, kv_heads=6, head_dim=4, intermediate=40, vocab=131)
+LLAMA = DenseShape(layers=2, hidden=48, heads=12, kv_heads=6, head_dim=4, intermediate=40, vocab=131)
 SMOLLM2 = replace(LLAMA, hidden=36, heads=9, kv_heads=3, tied=True)
-FOUR_BITS = ModelShape(layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=256, vocab=131)
+FOUR_BITS = DenseShape(layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=256, vocab=131)
 ROWS, SEQ = 8, 7
 
 
@@ -40,7 +41,7 @@ class Case:
     """A tiny model with the numbers that describe it, and how it is trained."""
 
     kind: str
-    shape: ModelShape
+    shape: DenseShape
     step: dict = field(default_factory=dict)
     changes: dict = field(default_factory=dict)
     config: dict = field(default_factory=dict)
@@ -49,7 +50,7 @@ class Case:
 
     @property
     def four_bit(self) -> bool:
-        return "block_bytes" in self.step
+        return "base" in self.step
 
 
 CASES = {
@@ -58,18 +59,18 @@ CASES = {
         "llama", replace(LLAMA, kv_heads=12), {"checkpointing": True}, {"num_key_value_heads": 12}, ahead=True
     ),
     "checkpointing, a third gather": Case(
-        "llama", LLAMA, {"checkpointing": True, "keeps_recomputed": False}, config={"keep_gathered": "none"}
+        "llama", LLAMA, {"checkpointing": True, "keep_gathered": "none"}, config={"keep_gathered": "none"}
     ),
     "9 heads, tied": Case("smollm2", SMOLLM2),
     "biases, bfloat16": Case("qwen2", replace(LLAMA, qkv_bias=True), {"compute_bytes": 2}, autocast=True),
     "norms of heads, kept weights": Case(
-        "qwen3", replace(LLAMA, qk_norm=True), {"kept_layers": 1, "counted": True}, config={"keep_gathered": 1}
+        "qwen3", replace(LLAMA, qk_norm=True), {"keep_gathered": 1, "counted": True}, config={"keep_gathered": 1}
     ),
     "LoRA": Case("llama", LLAMA, {"lora": 3, "micro_batches": 2}),
     "LoRA, checkpointing": Case("llama", LLAMA, {"lora": 3, "checkpointing": True}),
-    "LoRA on 4 bits": Case("llama", FOUR_BITS, {"lora": 3, "block_bytes": 36}, WIDE),
+    "LoRA on 4 bits": Case("llama", FOUR_BITS, {"lora": 3, "base": "4bit"}, WIDE),
     "LoRA on 4 bits, double, checkpointing": Case(
-        "llama", FOUR_BITS, {"lora": 3, "block_bytes": 33, "checkpointing": True}, WIDE
+        "llama", FOUR_BITS, {"lora": 3, "base": "4bit-double", "checkpointing": True}, WIDE
     ),
 }
 GRIDS = {
@@ -91,7 +92,7 @@ def layouts_on(grid: Grid) -> tuple[str, ...]:
 def counted(case: Case, grid: Grid, layout: str) -> Ledger:
     """The second optimizer step of a model on a grid: the first has yet to learn what to gather ahead."""
     if case.four_bit:
-        double = case.step["block_bytes"] == 33
+        double = case.step["base"] == "4bit-double"
         model = quantized_model(case.kind, dtype=torch.float32, double=double, **case.changes).train()
     else:
         model = tiny_model(case.kind, dtype=torch.float32, **case.changes).train()
@@ -174,8 +175,8 @@ def phases_and_axes():
 
 def test_a_counter_sees_what_is_issued_inside_and_nothing_else():
     (outer, inner), *_ = run_ranks(phases_and_axes, 4)
-    assert inner == {Key("gradients", "all_gather", ("z", "x")): Volume(1, 24)}
+    assert inner == {LedgerKey("gradients", "all_gather", ("z", "x")): Volume(1, 24)}
     assert outer == {
-        Key("forward", "all_gather", ("x",)): Volume(1, 24),
-        Key("forward", "all_gather", ("z", "x")): Volume(1, 24),
+        LedgerKey("forward", "all_gather", ("x",)): Volume(1, 24),
+        LedgerKey("forward", "all_gather", ("z", "x")): Volume(1, 24),
     }

@@ -6,14 +6,15 @@ from fractions import Fraction
 
 import pytest
 
-from hf_axonn.planner.model.shapes import ModelShape, Step
-from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume, sent_bytes
+from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.step import Step
+from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume, sent_bytes
 from hf_axonn.planner.traffic.volumes import BUCKET_BYTES, buckets, layer_volumes, volumes
 from hf_axonn.topology.grid import Grid
 
 
-LLAMA = ModelShape(layers=4, hidden=96, heads=16, kv_heads=8, intermediate=160, vocab=256)
-PLAIN = ModelShape(layers=4, hidden=96, heads=16, intermediate=384, vocab=256, gated=False)
+LLAMA = DenseShape(layers=4, hidden=96, heads=16, kv_heads=8, intermediate=160, vocab=256)
+PLAIN = DenseShape(layers=4, hidden=96, heads=16, intermediate=384, vocab=256, gated=False)
 STEP = Step(rows=4, seq=32)
 GRIDS = [Grid(x=2), Grid(y=2), Grid(x=2, y=2), Grid(x=4, y=2), Grid(x=2, y=4), Grid(data=2, z=2, y=2, x=2)]
 
@@ -38,14 +39,14 @@ def test_a_ledger_adds_up_by_phase_kind_and_long_axes():
     ledger.add("forward", "all_gather", ("y", "z"), 99)  # one rank: nothing travels
     ledger.add("gradients", "all_reduce", ("x", "data"), 12)
     assert ledger.entries == {
-        Key("forward", "all_reduce", ("x",)): Volume(3, 90),
-        Key("gradients", "all_reduce", ("data", "x")): Volume(1, 12),
+        LedgerKey("forward", "all_reduce", ("x",)): Volume(3, 90),
+        LedgerKey("gradients", "all_reduce", ("data", "x")): Volume(1, 12),
     }
     assert ledger.calls() == 4 and ledger.calls(axes=("x",)) == 3
-    assert ledger.sent(phase="forward") == 120 and ledger.sent(phase="gradients") == 20
+    assert ledger.bytes_sent(phase="forward") == 120 and ledger.bytes_sent(phase="gradients") == 20
     double = Ledger(ledger.grid)
     double.include(ledger, times=2)
-    assert double.calls() == 8 and double.sent() == 2 * ledger.sent() == 280
+    assert double.calls() == 8 and double.bytes_sent() == 2 * ledger.bytes_sent() == 280
     assert len(ledger.lines()) == 3 and "data+x" in ledger.lines()[-1]
 
 
@@ -53,16 +54,16 @@ def test_a_ledger_adds_up_by_phase_kind_and_long_axes():
 @pytest.mark.parametrize("kv_heads", [16, 8])
 def test_a_layer_sends_what_design_says(grid, kv_heads):
     """docs/algorithm.md: in units of T*H/x * (y-1)/y on y: 20 + 4g + 8/y for a 4H MLP; of T*H/y * (x-1)/x on x: 8."""
-    shape = ModelShape(layers=1, hidden=96, heads=16, kv_heads=kv_heads, intermediate=384, vocab=9, gated=False)
+    shape = DenseShape(layers=1, hidden=96, heads=16, kv_heads=kv_heads, intermediate=384, vocab=9, gated=False)
     share = Fraction(kv_heads, 16)
     unit = Fraction(STEP.tokens * 96 * STEP.compute_bytes)
     for layout, all_to_alls in (("token", Fraction(8, grid.y)), ("feature", 0)):
         ledger = layer_volumes(shape, grid, STEP, layout=layout)
-        statistics = ledger.sent(kind="all_reduce")
+        statistics = ledger.bytes_sent(kind="all_reduce")
         on_y = unit / grid.x * Fraction(grid.y - 1, grid.y) * (20 + 4 * share + all_to_alls)
         on_x = unit / grid.y * Fraction(grid.x - 1, grid.x) * 8
-        assert ledger.sent(axes=("y",)) - statistics == on_y
-        assert ledger.sent(axes=("x",)) == on_x
+        assert ledger.bytes_sent(axes=("y",)) - statistics == on_y
+        assert ledger.bytes_sent(axes=("x",)) == on_x
         assert (statistics > 0) == (layout == "feature" and grid.y > 1)
 
 
@@ -71,9 +72,9 @@ def test_z_moves_weights_three_times_and_x_y_divide_them():
     ledger = layer_volumes(LLAMA, grid, STEP)
     weights = sum(weight.elements for weight in LLAMA.weights[1:8])
     block = weights // 16
-    assert ledger.sent(kind="all_gather", axes=("z",), phase="forward") == 3 * block * 2
-    assert ledger.sent(kind="all_gather", axes=("z",), phase="backward") == 3 * block * 2
-    assert ledger.sent(kind="reduce_scatter", axes=("z",)) == 3 * block * 4
+    assert ledger.bytes_sent(kind="all_gather", axes=("z",), phase="forward") == 3 * block * 2
+    assert ledger.bytes_sent(kind="all_gather", axes=("z",), phase="backward") == 3 * block * 2
+    assert ledger.bytes_sent(kind="reduce_scatter", axes=("z",)) == 3 * block * 4
 
 
 def test_checkpointing_repeats_the_forward_pass_up_to_its_last_matmul():
@@ -83,7 +84,7 @@ def test_checkpointing_repeats_the_forward_pass_up_to_its_last_matmul():
     assert again.calls(phase="forward") == once.calls(phase="forward") == 16
     # Not again: the last reduce-scatter over x and the last all-to-all over y; and backward gathers no weights.
     assert again.calls(phase="backward") - once.calls(phase="backward") == 14 - 4
-    third = layer_volumes(LLAMA, grid, Step(rows=4, seq=32, checkpointing=True, keeps_recomputed=False))
+    third = layer_volumes(LLAMA, grid, Step(rows=4, seq=32, checkpointing=True, keep_gathered="none"))
     assert third.calls(phase="backward") - once.calls(phase="backward") == 14
 
 
@@ -91,42 +92,42 @@ def test_micro_batches_repeat_everything_but_the_averaging_of_gradients():
     grid = Grid(data=2, z=2, y=2)
     one, three = (volumes(LLAMA, grid, Step(rows=4, seq=32, micro_batches=count)) for count in (1, 3))
     for phase in ("forward", "backward"):
-        assert three.sent(phase=phase) == 3 * one.sent(phase=phase) > 0
-    assert three.sent(phase="gradients") == one.sent(phase="gradients") > 0
+        assert three.bytes_sent(phase=phase) == 3 * one.bytes_sent(phase=phase) > 0
+    assert three.bytes_sent(phase="gradients") == one.bytes_sent(phase="gradients") > 0
 
 
 def test_kv_heads_that_do_not_divide_are_exchanged():
     grid = Grid(y=2, x=2)
-    narrow = ModelShape(layers=1, hidden=96, heads=16, kv_heads=2, intermediate=160, vocab=256)
+    narrow = DenseShape(layers=1, hidden=96, heads=16, kv_heads=2, intermediate=160, vocab=256)
     ledger = layer_volumes(narrow, grid, STEP)
     # k and v: 2 heads of 6 features, half a head on each rank, which another rank needs too.
-    assert ledger.entries[Key("forward", "exchange", ("x", "y"))] == Volume(2, 2 * 128 * 3 * 2)
-    assert ledger.entries[Key("backward", "exchange", ("x", "y"))] == Volume(2, 2 * 128 * 3 * 2)
+    assert ledger.entries[LedgerKey("forward", "exchange", ("x", "y"))] == Volume(2, 2 * 128 * 3 * 2)
+    assert ledger.entries[LedgerKey("backward", "exchange", ("x", "y"))] == Volume(2, 2 * 128 * 3 * 2)
     assert not list(layer_volumes(LLAMA, grid, STEP).chosen(axes=("x", "y")))
 
 
 def test_parts_of_packed_projections_are_exchanged():
-    packed = ModelShape(layers=1, hidden=96, heads=16, intermediate=160, vocab=256, packed_qkv=True, packed_mlp=True)
+    packed = DenseShape(layers=1, hidden=96, heads=16, intermediate=160, vocab=256, packed_qkv=True, packed_mlp=True)
     ledger = layer_volumes(packed, Grid(y=2, x=2), STEP)
     # Rank 0 has 72 of the 96 features of q, and works on 24; and 80 of the 160 of gate, of which it works on 40.
-    assert ledger.entries[Key("forward", "exchange", ("x", "y"))] == Volume(2, 128 * (72 - 24 + 80 - 40) * 2)
+    assert ledger.entries[LedgerKey("forward", "exchange", ("x", "y"))] == Volume(2, 128 * (72 - 24 + 80 - 40) * 2)
 
 
 def test_ranks_differ_where_sizes_do_not_divide():
-    shape = ModelShape(layers=1, hidden=20, heads=4, intermediate=13, vocab=7)
+    shape = DenseShape(layers=1, hidden=20, heads=4, intermediate=13, vocab=7)
     grid = Grid(z=3, y=2, x=2)
-    sent = [volumes(shape, grid, STEP, rank=rank).sent(axes=("z",)) for rank in range(grid.size)]
+    sent = [volumes(shape, grid, STEP, rank=rank).bytes_sent(axes=("z",)) for rank in range(grid.size)]
     assert max(sent) == sent[0] > min(sent)
 
 
 def test_a_model_of_640_billion_parameters_takes_no_time():
-    shape = ModelShape(layers=192, hidden=16384, heads=128, intermediate=65536, vocab=50257, gated=False)
+    shape = DenseShape(layers=192, hidden=16384, heads=128, intermediate=65536, vocab=50257, gated=False)
     assert 6.1e11 < shape.parameters() < 6.3e11
     ledger = volumes(shape, Grid(data=16, z=128, y=2, x=8), Step(rows=1, seq=2048, checkpointing=True))
-    assert ledger.sent(axes=("data",)) > 0
+    assert ledger.bytes_sent(axes=("data",)) > 0
     # Each rank holds 1 / (x * y * z) of the sharded parameters, and averages them over data in float32.
     block = sum(weight.elements for weight in shape.weights) / (8 * 2 * 128)
-    assert float(ledger.sent(axes=("data",))) == pytest.approx(2 * 15 / 16 * block * 4, rel=1e-3)
+    assert float(ledger.bytes_sent(axes=("data",))) == pytest.approx(2 * 15 / 16 * block * 4, rel=1e-3)
 
 
 def test_buckets_hold_32_mib_and_do_not_divide_a_gradient():
@@ -142,9 +143,9 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="not on the grid"):
         volumes(LLAMA, Grid(y=2), STEP, rank=2)
     with pytest.raises(ValueError, match="5 kv heads do not divide 16"):
-        ModelShape(layers=1, hidden=96, heads=16, kv_heads=5, intermediate=1, vocab=1)
+        DenseShape(layers=1, hidden=96, heads=16, kv_heads=5, intermediate=1, vocab=1)
     with pytest.raises(ValueError, match="layers is 0"):
-        ModelShape(layers=0, hidden=96, heads=16, intermediate=1, vocab=1)
+        DenseShape(layers=0, hidden=96, heads=16, intermediate=1, vocab=1)
 
 
 def test_no_torch_is_needed():

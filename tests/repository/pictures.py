@@ -33,12 +33,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_axonn import AxonnConfig, Grid, goldfish_mask, parallelize
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.distributed.mesh import grid_mesh
+from hf_axonn.planner.candidate import Candidate
+from hf_axonn.planner.dense import load_shape
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
-from hf_axonn.planner.model.catalog import load_shape
-from hf_axonn.planner.predict import Job, layout_of, step_of
-from hf_axonn.planner.time.compute import Compute, Group
+from hf_axonn.planner.time.compute import Group
+from hf_axonn.planner.time.layer_traffic import LayerSeconds
 from hf_axonn.planner.time.links import Links
-from hf_axonn.planner.time.schedules import LayerSeconds, of_engine
 from hf_axonn.topology.grid import AXES, WEIGHT_AXES
 from hf_axonn.topology.local_slices import slices_at
 from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
@@ -330,10 +331,9 @@ def overlap_seconds() -> tuple[LayerSeconds, list[Group]]:
     """The planner's seconds of one decoder layer: of its collectives and of what is computed."""
     shape, machine = load_shape(MODEL), load_machine(MACHINE)
     job = Job(shape=shape, machine=machine, sequences=SEQUENCES, seq=SEQ, checkpointing=False, micro_batches=1)
-    step = step_of(job, OVERLAP_GRID, 1)
-    _, traffic, _ = of_engine(shape, OVERLAP_GRID, step, layout_of(shape, OVERLAP_GRID)).layers[0]
-    seconds = traffic.seconds(Links(machine, OVERLAP_GRID))
-    return seconds, Compute(shape, machine, OVERLAP_GRID, step).groups(shape.kinds[0][0])
+    candidate = Candidate(job, OVERLAP_GRID, 1)
+    _, traffic, _ = candidate.traffic.layers[0]
+    return traffic.seconds(Links(machine, OVERLAP_GRID)), candidate.compute.groups(shape.kinds[0][0])
 
 
 def timeline(on: bool, layer: LayerSeconds, groups: list[Group]) -> list[Bar]:

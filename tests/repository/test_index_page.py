@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from hf_axonn.cli.init import planned
-from hf_axonn.planner.tracing.read_shape import read_shape
+from hf_axonn.cli.init import plan_grid
+from hf_axonn.profiling.read_shape import read_shape
 from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT
 
@@ -54,7 +54,7 @@ def test_without_an_address_a_link_is_its_text():
 )
 def test_the_plans_of_the_table_when_to_use_this(model, machine, gpus, sequences, seq, grid):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = planned(read_shape(model), machine, sequences, seq, gpus, "bf16")
+    found = plan_grid(read_shape(model), machine, sequences, seq, gpus, "bf16")
     assert found.best.grid == grid
     sizes = ", ".join(f"{axis}={size}" for axis, size in grid.as_dict().items() if size > 1)
     (row,) = [line for line in readme.splitlines() if f"the plan is {sizes}" in line]

@@ -14,7 +14,7 @@ PRINTS = (
     "hf_axonn/compat/completion.py",
     "hf_axonn/distributed/watchdog/watchdog.py",
     "hf_axonn/goldfish/table.py",
-    "hf_axonn/planner/measure/bench_links.py",
+    "hf_axonn/profiling/bench_links.py",
 )
 # The user has switched off what guards results; that is told where Python tells such things.
 WARNS = ("hf_axonn/compat/versions.py",)

@@ -10,7 +10,7 @@ import pytest
 import hf_axonn
 import hf_axonn_eval
 from hf_axonn.planner.machine import load_machine
-from hf_axonn.planner.time.exposed import Overlaps, exposed
+from hf_axonn.planner.time.exposed import Overlaps, exposed_seconds
 from tests.helpers import ROOT
 from tests.repository.documents import DOCUMENTS, FENCE, blocks
 from tests.repository.pictures import (
@@ -101,7 +101,7 @@ def test_the_timeline_of_overlaps_is_as_long_as_the_planner_says():
             apart=True,
             layer_ahead=True,
         )
-        left = exposed(overlaps, layer, (), groups)
+        left = exposed_seconds(overlaps, layer, (), groups)
         end = max(bar.end for bar in timeline(on, layer, groups) if bar.lane != "reduce" or not on)
         assert end == pytest.approx(computed + left.forward_z + left.backward_z + left.xy)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_axonn.planner.jobs import make_job
-from hf_axonn.planner.model.catalog import shape_from_config
+from hf_axonn.planner.dense import shape_from_config
+from hf_axonn.planner.from_settings import make_job
 from hf_axonn.planner.predict import predict
 from hf_axonn.planner.search import plan
 from hf_axonn.topology.grid import Grid

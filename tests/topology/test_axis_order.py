@@ -15,7 +15,7 @@ import yaml
 
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.planner.time.paper import strides
+from hf_axonn.planner.time.links import strides
 from hf_axonn.topology.axis_order import ORDER, PLACED, check_order, rank_at, take_rank, written
 from hf_axonn.topology.grid import AXES, Grid
 from tests.helpers import ROOT

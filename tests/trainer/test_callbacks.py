@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid, MonitorCallback, ProfilerCallback
 from hf_axonn.distributed import collectives
 from hf_axonn.monitoring import monitor as monitor_module
-from hf_axonn.planner.model.catalog import shape_from_config
+from hf_axonn.planner.dense import shape_from_config
 from tests.helpers.event_files import scalars
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks

@@ -21,9 +21,18 @@ from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.memory import ORIGIN
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, UnshardedModule
-from hf_axonn.planner.traffic.shares import heads_repeat, shard_shape
+from hf_axonn.planner.shapes import (
+    BlockShape,
+    ExpertsShape,
+    LayerShape,
+    LinearCall,
+    LinearShape,
+    ModelShape,
+    UnshardedModule,
+    heads_repeat,
+    shard_shape,
+)
+from hf_axonn.planner.step import Step
 from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
 
@@ -82,58 +91,59 @@ def _sums(one: tuple[float, float, float], other: tuple[float, float, float]) ->
 
 
 class Compute:
-    """What one rank of a grid computes in a micro-batch.
+    """Seconds that one rank of a grid computes in a micro-batch.
 
     Args:
-        shape, machine, grid, step: which.
-        ours: whether the schedule is our engine's, whose products are many and whose ranks repeat attention where
-            heads do not divide. In AxoNN's there is one product for each group of Linears, ranks of y repeat attention
-            and ranks of x norms and residuals.
+        shape, machine, grid, step: the model, where it runs, and the step.
         attention: name of the attention kernel, of those of the machine; None: its first.
     """
 
     def __init__(
-        self,
-        shape: Stack,
-        machine: Machine,
-        grid: Grid,
-        step: Step,
-        *,
-        ours: bool = True,
-        attention: str | None = None,
+        self, shape: ModelShape, machine: Machine, grid: Grid, step: Step, *, attention: str | None = None
     ) -> None:
-        self.ours = ours
         self.attention_rates = machine.attention_rates(attention)
         self.shape, self.machine, self.grid, self.step = shape, machine, grid, step
-        self.stream_share = 1.0 if shape.loose else (1 if ours else grid.x) / (grid.x * grid.y)
+        self.stream_share = 1.0 if shape.loose else 1 / (grid.x * grid.y)
 
-    def groups(self, layer: Layer) -> list[Group]:
+    def repeats(self, block: BlockShape) -> int:
+        """Ranks that compute the same attention."""
+        return heads_repeat(block, self.grid)
+
+    def row_dims(self, block: BlockShape, repeat: int) -> tuple[list[int], list[int]]:
+        """Features in and out of the products of a row layer on one rank.
+
+        A row layer whose input is full, because heads are not divided over y, multiplies it at once.
+        """
+        parts = self.grid.y if repeat == 1 else 1
+        inner = ceil_div(ceil_div(block.row.cols, self.grid.x), parts)
+        return [inner] * parts, [ceil_div(block.row.rows, self.grid.y)]
+
+    def column_dims(self, kind: WeightKind, linears: Sequence[LinearShape]) -> tuple[list[int], list[int]]:
+        """Features in and out of the products of column layers, or of a Linear on its own, on one rank."""
+        outer = [ceil_div(linear.rows, self.grid.x) for linear in linears]
+        if kind == WeightKind.COLUMN:
+            outer = self.grid.y * [ceil_div(rows, self.grid.y) for rows in outer]
+        return [ceil_div(linears[0].cols, self.grid.y)], outer
+
+    def groups(self, layer: LayerShape) -> list[Group]:
         """The groups of a decoder layer in their order: q, k, v; o; up (and gate); down; or experts in one."""
         found: list[Group] = []
         blocks = max(1, len(layer.blocks))
         for part in layer.parts:
-            if isinstance(part, Experts):
+            if isinstance(part, ExpertsShape):
                 found.append(self.experts(part))
                 continue
             if isinstance(part, UnshardedModule):
                 found += [self.alone(call) for call in part.calls]
                 continue
-            y, x = self.grid.y, self.grid.x
-            repeat = (heads_repeat(part, self.grid) if self.ours else y) if part.query else 1
+            repeat = self.repeats(part) if part.query else 1
             for kind, linears in part.groups():
-                adapters = _sums(self._adapters(kind, linears), self._dequantized(kind, linears))
+                adapters = _sums(self._adapters(kind, linears), self._dequantize_seconds(kind, linears))
                 if kind == WeightKind.ROW:
-                    # A row layer whose input is full, because heads are not divided over y, multiplies it at once.
-                    parts = y if self.ours and repeat == 1 else 1
-                    inner, outer = [ceil_div(ceil_div(part.row.cols, x), parts)] * parts, [ceil_div(part.row.rows, y)]
-                    products = _sums(self._products(inner, outer), adapters)
+                    products = _sums(self._products(*self.row_dims(part, repeat)), adapters)
                     found.append(Group(*products, *self.stream(layer.norms / blocks)))
                     continue
-                if self.ours and kind == WeightKind.COLUMN:
-                    outer = y * [ceil_div(ceil_div(linear.rows, x), y) for linear in linears]
-                else:
-                    outer = [sum(ceil_div(linear.rows, x) for linear in linears)]
-                products = _sums(self._products([ceil_div(linears[0].cols, y)], outer), adapters)
+                products = _sums(self._products(*self.column_dims(kind, linears)), adapters)
                 if kind == WeightKind.LINEAR:  # its latent is full, and so is the input of the norm that follows
                     found.append(Group(*products, *self._norm(linears[0].rows)))
                 elif part.down and linears[0] != part.columns[-1]:
@@ -144,17 +154,17 @@ class Compute:
                     found.append(Group(*products, *self.activation(part.row.cols, 5 if part.gated else 2)))
         return found
 
-    def alone(self, call: Call) -> Group:
-        """A Linear on its own, and what its module does with its output, which all ranks of (x, y) repeat: taken to
-        read and write it twice."""
+    def alone(self, call: LinearCall) -> Group:
+        """Seconds of a Linear on its own, and of its module's work with the output, which all ranks of (x, y) repeat:
+        taken to read and write it twice."""
         linear, tokens = call.linear, float(call.inputs) * self.step.tokens
         inner, outer = [ceil_div(linear.cols, self.grid.y)], [ceil_div(linear.rows, self.grid.x)]
-        seconds = self.moved(4 * tokens * linear.rows * self.step.compute_bytes, 2)
-        products = _sums(self._products(inner, outer, tokens), self._dequantized(WeightKind.LINEAR, [linear]))
+        seconds = self.memory_seconds(4 * tokens * linear.rows * self.step.compute_bytes, 2)
+        products = _sums(self._products(inner, outer, tokens), self._dequantize_seconds(WeightKind.LINEAR, [linear]))
         return Group(*products, seconds, 2 * seconds)
 
-    def experts(self, experts: Experts) -> Group:
-        """The experts of this rank, on as many tokens each as come to it if they spread evenly."""
+    def experts(self, experts: ExpertsShape) -> Group:
+        """Seconds of the experts of this rank, if tokens spread evenly."""
         step, machine = self.step, self.machine
         own = ceil_div(experts.number, self.grid.x * self.grid.y)
         each = step.tokens * (1 if experts.sorted else experts.chosen / experts.number)  # tokens of an expert
@@ -172,20 +182,21 @@ class Compute:
         hidden, inner = self.shape.hidden, sum(rows * cols for rows, cols, _ in experts.weights) / self.shape.hidden
         # Tokens are picked, put in order, weighted and added up; between the products an activation function.
         moved = own * each * (10 * hidden + 2 * inner) * step.compute_bytes
-        rest = self.moved(moved, 10)
+        rest = self.memory_seconds(moved, 10)
         return Group(forward, input_gradient, weight_gradient, rest, 2 * rest)
 
-    def router(self, layer: Layer) -> tuple[float, float]:
-        """Routers on this rank's own tokens: forward, backward."""
+    def router(self, layer: LayerShape) -> tuple[float, float]:
+        """Seconds of routers on this rank's own tokens: forward, backward."""
         if not layer.routed:
             return 0.0, 0.0
         tokens = self.step.tokens / (self.grid.x * self.grid.y)
         seconds = product(self.machine, tokens, self.shape.hidden, layer.routed, element=self.step.compute_bytes)
-        rest = self.moved(tokens * layer.routed * 6 * 4, 6)
+        rest = self.memory_seconds(tokens * layer.routed * 6 * 4, 6)
         return seconds + rest, 2 * (seconds + rest)
 
     def _products(self, inner: list[int], outer: list[int], tokens: float | None = None) -> tuple[float, float, float]:
-        """Forward, dI and dW of [T, sum of inner] x [sum of outer, sum of inner], one for every pair of shards."""
+        """Seconds of forward, dI and dW of [T, sum of inner] x [sum of outer, sum of inner], a product for every pair
+        of shards."""
         seconds = partial(product, self.machine, element=self.step.compute_bytes)
         tokens = self.step.tokens if tokens is None else tokens
         forward = input_gradient = weight_gradient = 0.0
@@ -198,7 +209,7 @@ class Compute:
         return forward, input_gradient, 0.0 if self.step.lora else weight_gradient
 
     def _adapters(self, kind: WeightKind, linears: Sequence[LinearShape]) -> tuple[float, float, float]:
-        """Forward, gradient of the input and of A and B of LoRA on these Linears: two products each."""
+        """Seconds of LoRA on these Linears: forward, gradient of the input, and of A and B, two products each."""
         rank, tokens, x, y = self.step.lora, self.step.tokens, self.grid.x, self.grid.y
         seconds = 0.0
         for linear in linears if rank else ():
@@ -209,24 +220,27 @@ class Compute:
             seconds += product(self.machine, rows, rank, outer, element=self.step.compute_bytes)
         return seconds, seconds, seconds
 
-    def _dequantized(self, kind: WeightKind, linears: Sequence[LinearShape]) -> tuple[float, float, float]:
-        """Forward and backward: numbers are made of the blocks' bytes, which are copied apart before; not in backward
-        where a layer has run again and keeps them."""
+    def _dequantize_seconds(self, kind: WeightKind, linears: Sequence[LinearShape]) -> tuple[float, float, float]:
+        """Seconds to make numbers of the blocks' bytes, which are copied apart before: forward, and backward where a
+        layer has not run again and kept them."""
         step = self.step
         if not step.block_bytes:
             return 0.0, 0.0, 0.0
         elements = sum(math.prod(shard_shape(kind, linear, self.grid, ORIGIN)) for linear in linears)
-        seconds = self.moved(3 * step.gathered(elements) + elements * step.compute_bytes, 4 * len(linears))
+        seconds = self.memory_seconds(
+            3 * step.gather_bytes(elements) + elements * step.compute_bytes, 4 * len(linears)
+        )
         kept = self.grid.z > 1 and step.checkpointing and step.keeps_recomputed
         return seconds, 0.0 if kept else seconds, 0.0
 
-    def moved(self, bytes_moved: float, kernels: int = 1) -> float:
-        """Seconds to read and write so many bytes."""
+    def memory_seconds(self, bytes_moved: float, kernels: int = 1) -> float:
+        """Seconds to read and write `bytes_moved` bytes."""
         machine = self.machine
         return max(kernels * machine.kernel, bytes_moved / (machine.memory_fraction * machine.memory_bandwidth))
 
-    def attention(self, block: Block, repeat: int) -> tuple[float, float]:
-        """Rotation of q and k, and attention itself: forward, backward. `repeat`: ranks that do the same."""
+    def attention(self, block: BlockShape, repeat: int) -> tuple[float, float]:
+        """Seconds of the rotation of q and k, and of attention itself: forward, backward. `repeat`: ranks that do the
+        same."""
         query, value, keys = block.query_features, block.value_features, block.kv_features / 2
         tokens = self.step.tokens * repeat / (self.grid.x * self.grid.y)
         # Scores and their use: 2 products of 2 T a for every key, of which a causal mask leaves half.
@@ -234,36 +248,36 @@ class Compute:
         there, back = (max(self.machine.kernel, flops / rate) for rate in self.attention_rates)
         # rotation reads and writes q and k twice, the kernel reads q, k, v and writes one
         moved = 5 * query + value + 6 * keys
-        rotation = self.moved(moved * tokens * self.step.compute_bytes, 4)
+        rotation = self.memory_seconds(moved * tokens * self.step.compute_bytes, 4)
         return there + rotation, ATTENTION_BACKWARD * back + 2 * rotation
 
     def activation(self, inner: int, passes: int) -> tuple[float, float]:
-        """The MLP's activation function: reads and writes I features `passes` times, 2, or 5 of a gated one."""
+        """Seconds of the MLP's activation function: reads and writes I features `passes` times, 2, or 5 if gated."""
         per_rank = self.step.tokens * ceil_div(ceil_div(inner, self.grid.x), self.grid.y)
-        seconds = self.moved(passes * per_rank * self.step.compute_bytes, 2)
+        seconds = self.memory_seconds(passes * per_rank * self.step.compute_bytes, 2)
         return seconds, 2 * seconds
 
     def stream(self, norms: float) -> tuple[float, float]:
-        """One residual addition and `norms` norms: reads and writes of the stream, p bytes an element, c of
+        """Seconds of one residual addition and `norms` norms: reads and writes of the stream, p bytes an element, c of
         activations."""
         param, compute = self.step.stream_bytes, self.step.compute_bytes
         elements = self.step.tokens * self.shape.hidden * self.stream_share
         moved = elements * ((2 * param + compute) + norms * (param + compute))
-        seconds = self.moved(moved, NORM_AND_RESIDUAL // 2)
+        seconds = self.memory_seconds(moved, NORM_AND_RESIDUAL // 2)
         return seconds, 2 * seconds
 
     def _norm(self, features: int) -> tuple[float, float]:
-        """A norm of full activations, which all ranks repeat."""
-        seconds = self.moved(2 * self.step.tokens * features * self.step.compute_bytes, 2)
+        """Seconds of a norm of full activations, which all ranks repeat."""
+        seconds = self.memory_seconds(2 * self.step.tokens * features * self.step.compute_bytes, 2)
         return seconds, 2 * seconds
 
     def embedding(self) -> float:
-        """What `head` counts for the embedding: its output is written."""
+        """Seconds of the embedding, which are in `head`: its output is written."""
         parts = self.grid.x * self.grid.y
-        return self.moved(self.step.tokens * self.shape.hidden / parts * self.step.param_bytes)
+        return self.memory_seconds(self.step.tokens * self.shape.hidden / parts * self.step.param_bytes)
 
     def head(self) -> tuple[float, float]:
-        """Embedding, head and loss of all tokens on the own share of the vocabulary: products, the rest.
+        """Seconds of embedding, head and loss of all tokens on the own share of the vocabulary: products, the rest.
 
         Three products (logits, dI, and dW where it is trained); logits are written, read as fp32 by max, exp and sum,
         and made a gradient.
@@ -275,10 +289,10 @@ class Compute:
         seconds += product(self.machine, tokens, vocab, hidden, element=self.step.compute_bytes)
         if not self.step.lora:
             seconds += product(self.machine, vocab, tokens, hidden, element=self.step.compute_bytes)
-        rest = self.moved(tokens * vocab * 6 * 4, 6)
-        rest += self.moved(3 * tokens * hidden / parts * self.step.param_bytes, 3)
+        rest = self.memory_seconds(tokens * vocab * 6 * 4, 6)
+        rest += self.memory_seconds(3 * tokens * hidden / parts * self.step.param_bytes, 3)
         return seconds, rest
 
     def optimizer(self, parameters: float) -> float:
-        """Clipping and AdamW on the parameters of this rank."""
-        return self.moved(OPTIMIZER_BYTES * parameters)
+        """Seconds of clipping and AdamW on the parameters of this rank."""
+        return self.memory_seconds(OPTIMIZER_BYTES * parameters)

@@ -1,4 +1,4 @@
-"""What overlaps leave of the communication of a decoder layer.
+"""Exposed communication: seconds of a decoder layer that overlaps do not hide, and all seconds of the layer.
 
 A layer has groups of weights that are multiplied together, g = (q, k, v), (o), (up and gate), (down); C = compute, A =
 gather over z, R = reduction over z, X = reduction of dI over x or y. With the three overlaps (docs/algorithm.md) what
@@ -20,16 +20,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_axonn.planner.time.compute import Group
-from hf_axonn.planner.time.schedules import LayerSeconds
+from hf_axonn.planner.shapes import LayerShape
+from hf_axonn.planner.time.compute import Compute, Group
+from hf_axonn.planner.time.layer_traffic import LayerSeconds, LayerTraffic
+from hf_axonn.planner.time.links import Links
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlaps:
-    """Which overlaps are on, the machine's share of what could be hidden, and whether layers run again.
+    """Overlaps that are on.
 
-    apart: whether gathers and reductions over z have a communicator each.
-    layer_ahead: whether the gathers of a layer have all of the layer before to arrive, or each the group before.
+    Args:
+        all_gather, reduce_scatter, all_reduce: the three overlaps.
+        checkpointing: whether layers run again.
+        share: share of a collective that the machine can hide.
+        apart: whether gathers and reductions over z have a communicator each.
+        layer_ahead: whether the gathers of a layer have all of the layer before to arrive, as in the engine, or each
+            the group before.
     """
 
     all_gather: bool
@@ -43,8 +50,8 @@ class Overlaps:
 
 class Exposed(NamedTuple):
     """Seconds of one layer that nothing hides: over z in forward, over z in backward, over x and y; the compute of
-    backward behind which nothing over z travels; the seconds of communication that are hidden; and what of forward_z
-    and of xy belongs to the first forward pass."""
+    backward behind which nothing over z travels; the seconds of communication that are hidden; and the parts of
+    forward_z and of xy that belong to the first forward pass."""
 
     forward_z: float
     backward_z: float
@@ -55,39 +62,37 @@ class Exposed(NamedTuple):
     first_xy: float
 
 
-def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], groups: list[Group]) -> Exposed:
-    """What is left of a layer's communication. `once`: groups that backward does not gather
-    once more after recomputation."""
+def exposed_seconds(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], groups: list[Group]) -> Exposed:
+    """Seconds of a layer's communication that nothing hides.
+
+    Args:
+        overlaps: those that are on.
+        layer: seconds of its collectives.
+        once: groups that backward does not gather once more after recomputation.
+        groups: seconds of its computation.
+    """
+    gathers, reduces = layer.gathers, layer.reduces
     forward = [group.forward + group.after_forward for group in groups]
     backward = [group.input_gradient + group.weight_gradient + group.after_backward for group in groups]
-    count = len(groups)
+    runs_again = overlaps.checkpointing and layer.gathers_again and not layer.kept
+    again = gathers  # of backward
+    if layer.kept:
+        again = [0.0] * len(groups)
+    elif runs_again:  # what recomputation has gathered and keeps
+        again = [0.0 if index in once else seconds for index, seconds in enumerate(gathers)]
+    travels = sum(gathers) + sum(reduces) + (sum(gathers) if runs_again else 0.0)
+    if overlaps.layer_ahead:  # all groups of the layer are one window
+        lists = (gathers, reduces, again, forward, backward)
+        gathers, reduces, again, forward, backward = ([sum(seconds)] for seconds in lists)
     share = overlaps.share
     beside = share if overlaps.all_gather else 0.0
-
-    def gathered_ahead(gathers: list[float]) -> float:
-        """The gathers of a layer travel beside the compute of the layer before, or each beside the group before."""
-        if overlaps.layer_ahead:
-            return sum(gathers) - beside * min(sum(gathers), sum(forward))
-        following = gathers[1:] + gathers[:1]
-        return sum(travel - beside * min(travel, room) for travel, room in zip(following, forward, strict=True))
-
-    first_z = forward_z = gathered_ahead(layer.gathers)
-    travels = sum(layer.gathers) + sum(layer.reduces)
-    again = layer.gathers
-    if layer.kept:
-        again = [0.0] * count
-    elif overlaps.checkpointing and layer.gathers_again:
-        # A recomputed layer gathers once more, in the same order; what it keeps serves backward.
-        forward_z += gathered_ahead(layer.gathers)
-        travels += sum(layer.gathers)
-        again = [0.0 if index in once else seconds for index, seconds in enumerate(layer.gathers)]
+    following = gathers[1:] + gathers[:1]  # travels beside the compute of the group before
+    first_z = sum(travel - beside * min(travel, room) for travel, room in zip(following, forward, strict=True))
+    forward_z = first_z + (first_z if runs_again else 0.0)  # a recomputed layer gathers once more, in the same order
     # Backward goes from the last group to the first: while group g computes, the weights of g - 1 come and the
     # gradients of g + 1 leave.
-    windows = [
-        (again[index - 1], layer.reduces[(index + 1) % count], backward[index]) for index in reversed(range(count))
-    ]
-    if overlaps.layer_ahead:
-        windows = [(sum(again), sum(layer.reduces), sum(backward))]
+    count = len(forward)
+    windows = [(again[index - 1], reduces[(index + 1) % count], backward[index]) for index in reversed(range(count))]
     if overlaps.apart and overlaps.all_gather and overlaps.reduce_scatter:
         backward_z, slack = _backward_apart(windows)
     else:
@@ -106,7 +111,7 @@ def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], grou
     return Exposed(forward_z, backward_z, exposed_xy, slack, hidden, first_z, layer.forward)
 
 
-def behind_backward(overlaps: Overlaps, averages: float, slack: float) -> float:
+def hide_averages(overlaps: Overlaps, averages: float, slack: float) -> float:
     """Seconds of the averages over data that hide behind the last backward pass, of which `slack` has nothing beside
     it. AxoNN averages after that pass: sync_gradients waits for one all-reduce a parameter."""
     early = overlaps.all_gather and overlaps.reduce_scatter and overlaps.layer_ahead
@@ -136,3 +141,47 @@ def _backward_apart(windows: list[tuple[float, float, float]]) -> tuple[float, f
             slack += max(0.0, length - gather - left - reduce)
             left = max(0.0, left + reduce - (length - gather))
     return exposed_z, slack
+
+
+class LayerTime(NamedTuple):
+    """Seconds of a layer and micro-batch, forward and backward.
+
+    parts: by parts of a step (`Prediction.seconds`); forward: all of the first forward pass; weight_gradient: products
+    of weight gradients; first_z: part of forward that waits for a gather; slack, hidden: as `Exposed`.
+    """
+
+    parts: dict[str, float]
+    forward: float
+    weight_gradient: float
+    first_z: float
+    slack: float
+    hidden: float
+
+
+def layer_time(
+    layer: LayerShape, travels: LayerTraffic, compute: Compute, overlaps: Overlaps, links: Links
+) -> LayerTime:
+    """Seconds of a layer: what it computes, and what overlaps leave of its communication.
+
+    Args:
+        layer, travels: the layer, and its traffic.
+        compute, overlaps, links: of the grid.
+    """
+    passes = 2 if overlaps.checkpointing else 1
+    groups = compute.groups(layer)
+    left = exposed_seconds(overlaps, travels.seconds(links), travels.once, groups)
+    parts = dict.fromkeys(("gemm", "attention", "elementwise"), 0.0)
+    for group in groups:
+        parts["gemm"] += group.forward * passes + group.input_gradient + group.weight_gradient
+        parts["attention" if group.attends else "elementwise"] += group.after_forward * passes + group.after_backward
+    there, back = compute.router(layer)
+    parts["elementwise"] += there * passes + back
+    computed = sum(parts.values())
+    forward = there + sum(group.forward + group.after_forward for group in groups)
+    parts["slowdown"] = links.machine.slowdown * left.hidden
+    parts["exposed x/y"] = left.xy
+    parts["exposed z"] = left.forward_z + left.backward_z
+    # What slows computation is taken to slow both passes alike.
+    first = forward * (1 + parts["slowdown"] / computed) + left.first_z + left.first_xy
+    weight_gradient = sum(group.weight_gradient for group in groups)
+    return LayerTime(parts, first, weight_gradient, left.first_z, left.slack, left.hidden)

@@ -23,17 +23,25 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
-from hf_axonn.planner.time.paper import strides
-from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
+from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.topology.axis_order import ORDER, check_order
 from hf_axonn.topology.grid import Grid
+
+
+def strides(grid: Grid, order: tuple[str, ...] = ORDER) -> dict[str, int]:
+    """Ranks between neighbours along each axis, P_i: the product of the sizes of the axes further in."""
+    found, stride = {}, 1
+    for axis in order:
+        found[axis] = stride
+        stride *= getattr(grid, axis)
+    return found
 
 
 class Ring(NamedTuple):
     """A group of ranks as the machine sees it.
 
-    ranks, nodes: how many, and on how many nodes; stride: ranks between neighbours; bandwidth: bytes/s of the ring;
-    scatter: bytes/s of a rank that sends to all others.
+    ranks, nodes: number of ranks, and of the nodes that they lie on; stride: ranks between neighbours; bandwidth:
+    bytes/s of the ring; scatter: bytes/s of a rank that sends to all others.
     """
 
     ranks: int
@@ -47,7 +55,7 @@ class Links:
     """The groups of a grid on a machine.
 
     Args:
-        machine, grid: which.
+        machine, grid: the machine, and the sizes of the axes.
         order: axes from the innermost (consecutive ranks) to the outermost. The engine's is ORDER.
     Raises:
         ValueError: the order does not name each axis once.
@@ -131,10 +139,10 @@ class Links:
         sent = payload if kind == "broadcast" else (p - 1) * payload
         return latency + cost * sent / ring.bandwidth
 
-    def of(self, key: Key, volume: Volume) -> float:
+    def entry_seconds(self, key: LedgerKey, volume: Volume) -> float:
         """Seconds of an entry of a ledger."""
         return self.seconds(key.kind, key.axes, float(volume.payload), volume.calls)
 
-    def all_of(self, ledger: Ledger, phase: str | None = None) -> float:
+    def ledger_seconds(self, ledger: Ledger, phase: str | None = None) -> float:
         """Seconds of all entries of a ledger, or of those of one phase."""
-        return math.fsum(self.of(key, volume) for key, volume in ledger.chosen(phase=phase))
+        return math.fsum(self.entry_seconds(key, volume) for key, volume in ledger.chosen(phase=phase))

@@ -1,7 +1,7 @@
-"""How long the micro-batches of a step take through the stages of a pipeline: who does what, and when.
+"""Schedules of pipelines: the actions of each rank, and the seconds of a step's micro-batches through the stages.
 
-    order(schedule, ...)     what a rank does, one action after the other: torch.distributed.pipelining's own orders
-    play(orders, ...)        when: an action begins when its rank is free and what it needs has arrived
+    order(schedule, ...)     the actions of a rank in their order: torch.distributed.pipelining's own
+    play(orders, ...)        their times: an action begins when its rank is free and its input has arrived
     pipeline_time(...)       both; of many micro-batches the first rounds, and the rest by the last round's length
     estimate(...)            the closed form, for a search
 
@@ -18,8 +18,8 @@ With m micro-batches, equal stages and free links the ranks are idle for (P - 1)
 backward: a share of (P - 1) / (m V + P - 1); with zero_bubble for (P - 1) / V of forward + input gradient - weight
 gradient. tests/planner/test_pipeline.py holds the orders against torch's and the times against these forms.
 
-A transfer delays the rank that receives and occupies nobody. Rounds become alike at once where stages are about equal;
-of interleaved ones that differ by 20% three rounds are off by up to 2.5%.
+A transfer delays the rank that receives and occupies no rank. Rounds become alike at once where stages are about
+equal; of interleaved ones that differ by 20% three rounds are off by up to 2.5%.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORWARD, BACKWARD, INPUT, WEIGHT = "F", "FB", "I", "W"  # BACKWARD: both gradien
 
 
 class Action(NamedTuple):
-    """What a rank does: kind (FORWARD, BACKWARD, INPUT, WEIGHT) for a micro-batch at a stage."""
+    """An action of a rank: kind (FORWARD, BACKWARD, INPUT, WEIGHT), stage and micro-batch."""
 
     kind: str
     stage: int
@@ -50,7 +50,7 @@ class StageTime(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """When each rank has finished, and for how long it has worked until then."""
+    """Seconds at which each rank has finished, and those that it has worked until then."""
 
     ends: list[float]
     busy: list[float]
@@ -62,7 +62,7 @@ class Timeline(NamedTuple):
 
 
 def problem(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> str:
-    """Why a schedule cannot be, or nothing: what torch's classes ask for."""
+    """Return why torch's classes refuse a schedule, or nothing."""
     if per_rank > 1 and schedule in ("gpipe", "1f1b"):
         return f"the schedule {schedule} has one stage a rank, not {per_rank}"
     if micro_batches < ranks and schedule == "1f1b":
@@ -119,15 +119,15 @@ def order(schedule: str, ranks: int, rank: int, per_rank: int, micro_batches: in
 
 
 def in_flight(schedule: str, ranks: int, rank: int, per_rank: int, micro_batches: int) -> tuple[int, int]:
-    """For how many (stage, micro-batch) a rank holds at most what forward saves, and for how many besides what a
-    weight gradient waits for."""
+    """Number of (stage, micro-batch) whose saved activations a rank holds at most, and of those besides for which it
+    holds what a weight gradient waits for."""
     total = per_rank * micro_batches
     forward = min(warmup(schedule, ranks, rank, per_rank, micro_batches) + 1, total)
     return forward, min(rank, total) if schedule == "zero_bubble" else 0
 
 
 def play(orders: Sequence[Sequence[Action]], stages: Sequence[StageTime], hops: Sequence[float]) -> Timeline:
-    """When the ranks have finished.
+    """Compute when the ranks have finished.
 
     Args:
         orders: the actions of each rank.
@@ -182,7 +182,7 @@ def play(orders: Sequence[Sequence[Action]], stages: Sequence[StageTime], hops: 
 def pipeline_time(
     schedule: str, stages: Sequence[StageTime], ranks: int, micro_batches: int, hops: Sequence[float]
 ) -> Timeline:
-    """When the ranks have finished the micro-batches of a step.
+    """Compute when the ranks have finished the micro-batches of a step.
 
     Args:
         schedule: one of PIPELINES.
@@ -193,15 +193,15 @@ def pipeline_time(
     """
     per_rank = len(stages) // ranks
 
-    def played(count: int) -> Timeline:
+    def simulate(count: int) -> Timeline:
         return play([order(schedule, ranks, rank, per_rank, count) for rank in range(ranks)], stages, hops)
 
     size = _round(ranks, micro_batches)
     rounds = micro_batches // size
     if rounds <= ROUNDS:
-        return played(micro_batches)
+        return simulate(micro_batches)
     left = rounds - ROUNDS
-    most, fewer = played(micro_batches - left * size), played(micro_batches - (left + 1) * size)
+    most, fewer = simulate(micro_batches - left * size), simulate(micro_batches - (left + 1) * size)
     return Timeline(
         [end + left * (end - before) for end, before in zip(most.ends, fewer.ends, strict=True)],
         [busy + left * (busy - before) for busy, before in zip(most.busy, fewer.busy, strict=True)],

@@ -1,4 +1,4 @@
-"""An account of collectives: what one rank issues in one optimizer step, and how many bytes it sends for it.
+"""A ledger of the collectives that one rank issues in one optimizer step, and of the bytes that it sends for them.
 
 The payload of a collective, in bytes, is what the code hands to it; a ring (all-gather, reduce-scatter, all-reduce)
 or a pairwise exchange (all-to-all) of p ranks makes every rank send
@@ -43,8 +43,8 @@ def sent_bytes(kind: str, ranks: int, payload: int | Fraction) -> Fraction:
     return factor * payload
 
 
-class Key(NamedTuple):
-    """What an entry is for: when (PHASES), which collective (KINDS), and along which axes its ranks differ."""
+class LedgerKey(NamedTuple):
+    """Key of an entry: phase (PHASES), kind of collective (KINDS), and the axes along which its ranks differ."""
 
     phase: str
     kind: str
@@ -52,14 +52,14 @@ class Key(NamedTuple):
 
 
 class Volume(NamedTuple):
-    """How many collectives, and their payloads added up, in bytes."""
+    """Number of collectives, and their payloads added up, in bytes."""
 
     calls: int
     payload: int | Fraction
 
 
 class Ledger:
-    """The collectives of one rank on a grid, added up by `Key`.
+    """The collectives of one rank on a grid, added up by `LedgerKey`.
 
     `axes` of a key are those longer than 1, in the order of AXES: a group of all ranks on data=2, x=2 is
     ("data", "x"), as is any other group of the same ranks. What has one rank costs nothing and is not entered.
@@ -67,13 +67,13 @@ class Ledger:
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        self.entries: dict[Key, Volume] = {}
+        self.entries: dict[LedgerKey, Volume] = {}
 
     def add(self, phase: str, kind: str, axes: Collection[str], payload: int | Fraction, calls: int = 1) -> None:
         """Enter `calls` collectives whose payloads are `payload` bytes in all."""
         axes = tuple([axis for axis in AXES if axis in axes and getattr(self.grid, axis) > 1])
         if axes and calls:
-            key = Key(phase, kind, axes)
+            key = LedgerKey(phase, kind, axes)
             before = self.entries.get(key, Volume(0, 0))
             self.entries[key] = Volume(before.calls + calls, before.payload + payload)
 
@@ -91,7 +91,7 @@ class Ledger:
 
     def chosen(
         self, *, phase: str | None = None, kind: str | None = None, axes: tuple[str, ...] | None = None
-    ) -> Iterator[tuple[Key, Volume]]:
+    ) -> Iterator[tuple[LedgerKey, Volume]]:
         """The entries that match all that is given."""
         for key, volume in self.entries.items():
             if phase in (None, key.phase) and kind in (None, key.kind) and axes in (None, key.axes):
@@ -101,7 +101,7 @@ class Ledger:
         """Number of collectives; arguments as `chosen`."""
         return sum(volume.calls for _, volume in self.chosen(**which))
 
-    def sent(self, **which: Any) -> Fraction:
+    def bytes_sent(self, **which: Any) -> Fraction:
         """Bytes that this rank sends; arguments as `chosen`."""
         entries = self.chosen(**which)
         return sum(

@@ -1,4 +1,4 @@
-"""Which collectives one rank issues in a training step, and how many bytes it sends: exact, and without running it.
+"""Collectives that one rank issues in a training step, and the bytes that it sends: exact, and without running it.
 
     volumes(shape, grid, step)          -> Ledger of one optimizer step
     layer_volumes(shape, grid, step)    -> Ledger of one decoder layer and one micro-batch, forward and backward
@@ -12,20 +12,34 @@ Legend: T = tokens of a (data, z) position padded to a multiple of x * y; H = hi
 
 from __future__ import annotations
 
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import LinearShape, Stack
-from hf_axonn.planner.traffic.layer_volumes import LayerAccount
-from hf_axonn.planner.traffic.ledger import Ledger
-from hf_axonn.planner.traffic.shares import own_elements
-from hf_axonn.topology.grid import Grid, ceil_div
+from collections.abc import Sequence
+
+from hf_axonn.planner.shapes import (
+    BlockShape,
+    ExpertsShape,
+    LayerShape,
+    LinearCall,
+    LinearShape,
+    ModelShape,
+    UnshardedModule,
+    own_elements,
+    own_experts,
+    shard_shape,
+)
+from hf_axonn.planner.step import Step
+from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey
+from hf_axonn.topology.grid import Grid, GridPosition, ceil_div
+from hf_axonn.topology.heads import Heads, exchanged_features, is_own_slice
 from hf_axonn.topology.weight_kind import WeightKind
 
 
-CHUNK_LOGITS = 2**26  # as loss.CHUNK_LOGITS
-BUCKET_BYTES = 32 * 2**20  # as gradients.BUCKET_BYTES
+RESIDUAL_LAYOUTS = ("token", "feature")
+INDEX_BYTES = 8  # of the number of an expert
+CHUNK_LOGITS = 2**26  # as in losses/head_chunks.py
+BUCKET_BYTES = 32 * 2**20  # as in engine/gradient_sync.py
 
 
-def volumes(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", rank: int = 0) -> Ledger:
+def volumes(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", rank: int = 0) -> Ledger:
     """The collectives of one optimizer step.
 
     Args:
@@ -33,11 +47,11 @@ def volumes(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", rank
         grid: sizes of the axes.
         step: the batch and the dtypes.
         layout: token or feature, how the residual stream is divided (docs/algorithm.md); at y = 1 they are one.
-        rank: whose; where sizes do not divide, the first ranks hold most, so rank 0 is the busiest.
+        rank: the rank that issues them; where sizes do not divide, the first ranks hold most, rank 0 is the busiest.
     Raises:
         ValueError: an unknown layout, or the rank is not on the grid.
     """
-    account = Account(shape, grid, step, layout, rank)
+    account = StepAccount(shape, grid, step, layout, rank)
     micro_batch = account.embedding()
     kept = step.kept_layers  # the last ones
     for layer, count in reversed(shape.runs):
@@ -53,21 +67,294 @@ def volumes(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", rank
     return total
 
 
-def layer_volumes(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", rank: int = 0) -> Ledger:
+def layer_volumes(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", rank: int = 0) -> Ledger:
     """The collectives of one decoder layer (the most frequent) and one micro-batch, forward and backward. Arguments as
     `volumes`."""
-    return Account(shape, grid, step, layout, rank).layer(shape.kinds[0][0])
+    return StepAccount(shape, grid, step, layout, rank).layer(shape.kinds[0][0])
 
 
-class Account(LayerAccount):
-    """The layers, and one method for each other part of the model. Arguments as `volumes`."""
+class StepAccount:
+    """The collectives of the parts of a model: a method for each part of a layer, and for each part around the layers.
+
+    Arguments as `volumes`.
+    """
+
+    def __init__(self, shape: ModelShape, grid: Grid, step: Step, layout: str, rank: int = 0) -> None:
+        if layout not in RESIDUAL_LAYOUTS:
+            raise ValueError(
+                f"layout is {layout!r}, but the residual stream is divided by {' or by '.join(RESIDUAL_LAYOUTS)}."
+            )
+        self.shape, self.grid, self.step = shape, grid, step
+        self.by_features = layout == "feature" and grid.y > 1
+        self.here = grid.coordinates(rank)
+        self.place = GridPosition(grid, self.here)
+        self.tokens = step.tokens
+        self.padded = step.padded_tokens(grid)
+        self.hidden_y = ceil_div(shape.hidden, grid.y)
+        # Statistics and the loss are at least float32; gradients are reduced in the wider of their and reduce_dtype.
+        self.wide = max(step.compute_bytes, 4)
+
+    def layer(self, layer: LayerShape, *, kept: bool = False, once: bool = False) -> Ledger:
+        """One decoder layer, forward and backward. `kept`: its gathered weights live until backward is done. `once`:
+        it does not run again under checkpointing."""
+        first, again = Ledger(self.grid), Ledger(self.grid)  # what runs once; what checkpointing runs again
+        self.norms(again, layer.norms)
+        for rows, cols, partial in layer.gathered:
+            self.gathered_parameter(again, rows, cols, ("y", "x") if partial else ())
+        for index, part in enumerate(layer.parts):
+            # Adapters come after the product of their Linear, so that all of it runs again.
+            last = first if index == layer.ends and not self.step.lora else again
+            if isinstance(part, ExpertsShape):
+                self.experts(again, last, part)
+            elif isinstance(part, UnshardedModule):
+                self.unsharded_module(again, last, part)
+            else:
+                self.block(again, last, part)
+        total = Ledger(self.grid)
+        total.include(first)
+        total.include(again)
+        if self.step.checkpointing and not once:
+            for key, volume in again.chosen(phase="forward"):
+                total.add("backward", key.kind, key.axes, volume.payload, volume.calls)
+            # What is gathered for the recomputation serves backward too, always if it is of experts.
+            if self.step.keeps_recomputed:
+                for key, volume in again.chosen(phase="backward", kind="all_gather", axes=("z",)):
+                    total.add(key.phase, key.kind, key.axes, -volume.payload, -volume.calls)
+            else:
+                for part in layer.parts:
+                    if isinstance(part, ExpertsShape):
+                        self.gathers(
+                            total,
+                            "backward",
+                            -self.expert_elements(part) * self.step.compute_bytes,
+                            -len(part.weights),
+                        )
+        if kept:
+            total.entries.pop(LedgerKey("backward", "all_gather", ("z",)), None)
+        return total
+
+    def both(
+        self, into: Ledger, forward: str | None, backward: str | None, over: tuple[str, ...], elements: int
+    ) -> None:
+        """A collective and its conjugate, in the compute dtype."""
+        for phase, kind in (("forward", forward), ("backward", backward)):
+            if kind is not None:
+                into.add(phase, kind, over, elements * self.step.compute_bytes)
+
+    def block(self, ledger: Ledger, last: Ledger, block: BlockShape) -> None:
+        """An attention block or an MLP. What follows its last matmul goes to `last`: a recomputation stops there."""
+        grid, both = self.grid, self.both
+        heads = Heads.divide(block.query, block.kv, self.place) if block.query else None
+        axes = heads.axes if heads else ("x", "y")
+        stream = self.padded // grid.x * self.hidden_y  # a rank's part of the residual stream [T/x, H/y]
+        if block.down:
+            self.latents(ledger, block, axes)
+        else:  # Column.enter
+            if not self.by_features:
+                both(ledger, "all_to_all", "all_to_all", ("y",), stream)
+            both(ledger, "all_gather", "reduce_scatter", ("x",), stream)
+            self.weights(ledger, WeightKind.COLUMN, block.columns)
+        self.adapters(ledger, block, axes)
+        # Column._compute: one reduction for all; without y in axes the ranks of y go on with all features of x.
+        for linears in [[linear] for linear in block.columns] if block.down else [block.columns]:
+            features = sum(ceil_div(ceil_div(linear.rows, grid.x), grid.y) for linear in linears)
+            if "y" in axes:
+                both(ledger, "reduce_scatter", "all_gather", ("y",), self.tokens * features)
+            else:
+                both(ledger, "all_reduce", None, ("y",), self.tokens * grid.y * features)
+        # Column._place: where heads are on no axis all features are gathered; packed ones and kv heads that do not
+        # divide are exchanged
+        for linear, segments in zip(block.columns, block.segments, strict=True):
+            if not axes:
+                both(ledger, "all_gather", None, ("x",), self.tokens * ceil_div(linear.rows, grid.x))
+            elif not is_own_slice(linear.rows, segments, heads, self.place):
+                sent, arriving = exchanged_features(linear.rows, segments, heads, self.place)
+                ledger.add("forward", "exchange", axes, self.tokens * sent * self.step.compute_bytes)
+                ledger.add("backward", "exchange", axes, self.tokens * arriving * self.step.compute_bytes)
+        for _, centered in block.head_norms:
+            self.statistics(ledger, axes, self.tokens, centered)
+        # Row._forward
+        row = block.row
+        if "y" in axes:
+            inner = ceil_div(ceil_div(row.cols, grid.x), grid.y)
+            both(ledger, "all_gather", "reduce_scatter", ("y",), self.padded * inner)
+        else:
+            inner = ceil_div(row.cols, grid.x)
+            both(ledger, None, "all_reduce", ("y",), self.padded * inner)
+            if not axes:
+                both(ledger, None, "all_gather", ("x",), self.padded * inner)
+        self.weights(ledger, WeightKind.ROW, [row])
+        both(last, "reduce_scatter", "all_gather", ("x",), stream)
+        if not self.by_features:
+            both(last, "all_to_all", "all_to_all", ("y",), stream)
+
+    def latents(self, ledger: Ledger, block: BlockShape, axes: tuple[str, ...]) -> None:
+        """Latent attention up to its columns: full activations, Linears on their own, full latents
+        (layers/latent_attention.py)."""
+        grid, both = self.grid, self.both
+        parts = self.padded // grid.x * self.hidden_y
+        parts = parts if self.by_features else self.padded // grid.x // grid.y * self.shape.hidden
+        ledger.add("forward", "all_gather", ("x", "y"), parts * self.step.param_bytes)
+        for linear in (*block.down, *block.columns):  # take_features, and the sum over x of what comes back
+            self.full_input(ledger, self.tokens * ceil_div(linear.cols, grid.y) * self.step.param_bytes)
+            self.weights(ledger, WeightKind.LINEAR if linear in block.down else WeightKind.COLUMN, [linear])
+        for linear in block.down:  # FullLinear
+            self.full_output(ledger, self.tokens * ceil_div(linear.rows, grid.x))
+        both(ledger, None, "all_reduce", axes, self.tokens * block.rotary)
+
+    def full_input(self, ledger: Ledger, payload: int) -> None:
+        """The entry of a product whose input is full: its gradient is gathered over y and summed over x."""
+        ledger.add("backward", "all_gather", ("y",), payload)
+        ledger.add("backward", "all_reduce", ("x",), payload)
+
+    def full_output(self, ledger: Ledger, elements: int) -> None:
+        """The exit of a Linear on its own: sums over y, features of all ranks of x."""
+        self.both(ledger, "all_reduce", None, ("y",), elements)
+        self.both(ledger, "all_gather", None, ("x",), elements)
+
+    def unsharded_module(self, ledger: Ledger, last: Ledger, module: UnshardedModule) -> None:
+        """Linears on their own, on full activations. What follows the last one goes to `last`."""
+        own, step = self.padded // (self.grid.x * self.grid.y) * self.shape.hidden, self.step
+        if module.taken:  # gather_tokens before, take_tokens after
+            ledger.add("forward", "all_gather", ("x", "y"), module.taken * own * step.param_bytes, module.taken)
+            size = step.compute_bytes if module.narrow else step.param_bytes
+            ledger.add("backward", "all_gather", ("x", "y"), own * size)
+        for index, call in enumerate(module.calls):
+            ends = last if index == len(module.calls) - 1 else ledger
+            self.call(ledger, ends, call)
+
+    def call(self, ledger: Ledger, last: Ledger, call: LinearCall) -> None:
+        """A Linear on its own. What follows its product goes to `last`."""
+        linear, inputs = call.linear, int(self.tokens * call.inputs)
+        output, input_ = call.backward
+        elements = self.shard_elements(WeightKind.LINEAR, [linear])
+        self.gathers(ledger, "forward", self.step.gather_bytes(elements), 1)
+        if output:
+            self.reduces(ledger, elements, self.step.compute_bytes)
+        if output and input_:
+            self.gathers(ledger, "backward", self.step.gather_bytes(elements), 1)
+            size = self.step.compute_bytes if call.narrow else self.step.param_bytes
+            self.full_input(ledger, inputs * ceil_div(linear.cols, self.grid.y) * size)
+        self.full_output(last, inputs * ceil_div(linear.rows, self.grid.x))
+
+    def experts(self, ledger: Ledger, last: Ledger, experts: ExpertsShape) -> None:
+        """The experts of a layer. What follows their work goes to `last`."""
+        step, parts = self.step, self.grid.x * self.grid.y
+        each = self.expert_elements(experts)
+        for phase in ("forward", "backward"):
+            self.gathers(ledger, phase, each * step.compute_bytes, len(experts.weights))
+        self.reduces(ledger, each, step.compute_bytes, len(experts.weights))
+        own = self.padded // parts * self.shape.hidden
+        if self.shape.loose:  # all tokens are here; what comes back is summed
+            self.both(ledger, None, "all_reduce", ("x", "y"), self.tokens * self.shape.hidden)
+            if experts.sorted:
+                most = own_experts(experts.number, self.grid, dict.fromkeys(self.here, 0))
+                self.both(last, "all_gather", None, ("x", "y"), most * self.tokens * self.shape.hidden)
+                return
+            ledger.add("backward", "all_reduce", ("x", "y"), self.tokens * experts.chosen * self.routing(experts))
+            self.both(last, "all_reduce", None, ("x", "y"), self.tokens * self.shape.hidden)
+            return
+        if experts.sorted:
+            most = own_experts(experts.number, self.grid, dict.fromkeys(self.here, 0))
+            for into in (ledger, last):
+                self.both(into, "all_to_all", "all_to_all", ("x", "y"), parts * most * own)
+            return
+        self.both(ledger, "all_gather", "reduce_scatter", ("x", "y"), own)
+        chosen = self.padded // parts * experts.chosen
+        ledger.add("forward", "all_gather", ("x", "y"), chosen * INDEX_BYTES)
+        weights = (
+            chosen * {"wide": self.wide, "stream": step.param_bytes, "compute": step.compute_bytes}[experts.routing]
+        )
+        ledger.add("forward", "all_gather", ("x", "y"), weights)
+        ledger.add("backward", "reduce_scatter", ("x", "y"), weights)
+        self.both(last, "reduce_scatter", "all_gather", ("x", "y"), own)
+
+    def gathered_parameter(self, ledger: Ledger, rows: int, cols: int, partial: tuple[str, ...] = ()) -> None:
+        """A parameter that is full while its module runs, in its own dtype; autograd keeps it. `partial`: the axes
+        whose ranks do different work with it."""
+        size, linear = self.step.param_bytes, LinearShape(rows, cols)
+        stored = self.shard_elements(WeightKind.GATHERED, [linear])
+        ledger.add("forward", "all_gather", ("z",), stored * size)
+        self.reduces(ledger, stored, size)
+        block = ceil_div(ceil_div(rows, self.grid.y), self.grid.x) * cols * size
+        for axis in ("y", "x"):
+            ledger.add("forward", "all_gather", (axis,), block)
+            if axis in partial and not self.step.lora:
+                ledger.add("backward", "reduce_scatter", (axis,), block)
+            block *= getattr(self.grid, axis)
+
+    def routing(self, experts: ExpertsShape) -> int:
+        """Bytes of the weight of a choice."""
+        return self.step.compute_bytes if experts.routing == "compute" else self.wide
+
+    def expert_elements(self, experts: ExpertsShape) -> int:
+        """Elements of one rank's shards of all experts' weights, padded over z."""
+        own = own_experts(experts.number, self.grid, self.here)
+        return sum(own * rows * ceil_div(cols, self.grid.z) for rows, cols, _ in experts.weights)
+
+    def gathers(self, ledger: Ledger, phase: str, payload: int, calls: int) -> None:
+        """Gathers of weights over z."""
+        ledger.add(phase, "all_gather", ("z",), payload, calls)
+
+    def reduces(self, ledger: Ledger, elements: int, size: int, calls: int = 1) -> None:
+        """Reductions over z of gradients of `size` bytes an element, unless adapters alone are trained."""
+        if not self.step.lora:
+            payload = elements * max(size, self.step.reduce_bytes)
+            ledger.add("backward", "reduce_scatter", ("z",), payload, calls)
+
+    def weights(self, ledger: Ledger, kind: WeightKind, linears: Sequence[LinearShape]) -> None:
+        """The weights of one product, in one collective: gathered in both passes, their gradients reduced."""
+        elements = self.shard_elements(kind, linears)
+        for phase in ("forward", "backward"):
+            self.gathers(ledger, phase, self.step.gather_bytes(elements), 1)
+        self.reduces(ledger, elements, self.step.compute_bytes)
+
+    def adapters(self, ledger: Ledger, block: BlockShape, axes: tuple[str, ...]) -> None:
+        """LoRA on the Linears of a block (parallel/adapters/lora.py): sums of [T, rank]. Of latents: not counted."""
+        if not self.step.lora or block.down:
+            return
+        payload = self.tokens * self.step.lora * self.step.compute_bytes
+        for _ in block.columns:
+            ledger.add("forward", "all_reduce", ("y",), payload)
+            if "y" in axes:
+                ledger.add("backward", "all_reduce", ("y",), payload)
+        ledger.add("forward", "all_reduce", axes, payload)
+        ledger.add("backward", "all_reduce", ("x", "y"), payload)
+
+    def beside_weight_gradients(self, block: BlockShape) -> list[int]:
+        """Payloads of the reduce-scatters that run while the weight gradients of a block's two groups are computed.
+
+        Over x of its columns, over y of its row; 0 where there is none: where the backward of a row layer is an
+        all-reduce, and before latents.
+        """
+        divided = not block.query or "y" in Heads.divide(block.query, block.kv, self.place).axes
+        inner = ceil_div(ceil_div(block.row.cols, self.grid.x), self.grid.y)
+        found = [self.padded // self.grid.x * self.hidden_y * (not block.down), self.padded * inner * divided]
+        return [elements * self.step.compute_bytes for elements in found]
+
+    def shard_elements(self, kind: WeightKind, linears: Sequence[LinearShape]) -> int:
+        """Elements of one rank's shards, padded over z."""
+        shapes = (shard_shape(kind, linear, self.grid, self.here) for linear in linears)
+        return sum(ceil_div(rows, self.grid.z) * cols for rows, cols in shapes)
+
+    def norms(self, ledger: Ledger, count: int) -> None:
+        """Norms: in the feature layout they merge their statistics over y."""
+        for _ in range(count if self.by_features else 0):
+            self.statistics(ledger, ("y",), self.padded // self.grid.x, self.shape.centered)
+
+    def statistics(self, ledger: Ledger, axes: tuple[str, ...], tokens: int, centered: bool) -> None:
+        """Statistics of a norm whose features lie on several ranks: mean square, or mean and squared deviation, of
+        each token."""
+        size = tokens * (2 if centered else 1) * self.wide
+        for phase, kind in (("forward", "all_gather" if centered else "all_reduce"), ("backward", "all_reduce")):
+            ledger.add(phase, kind, axes, size)
 
     def embedding(self) -> Ledger:
         """Embedding, and the first layer's taking of its tokens. In the dtype of the parameters."""
         ledger, size = Ledger(self.grid), self.step.param_bytes
         if not self.shape.begins:
             return ledger
-        weight = self.travels(WeightKind.VOCABULARY, [LinearShape(self.shape.vocab, self.shape.hidden)])
+        weight = self.shard_elements(WeightKind.VOCABULARY, [LinearShape(self.shape.vocab, self.shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
         self.reduces(ledger, weight, size)
         ledger.add("forward", "all_reduce", ("x", "y"), self.tokens * self.shape.hidden * size)
@@ -75,7 +362,7 @@ class Account(LayerAccount):
             if table.kind == WeightKind.GATHERED:
                 self.gathered_parameter(ledger, table.rows, self.shape.hidden)
             elif table.kind == WeightKind.VOCABULARY:
-                weight = self.travels(WeightKind.VOCABULARY, [LinearShape(table.rows, self.shape.hidden)])
+                weight = self.shard_elements(WeightKind.VOCABULARY, [LinearShape(table.rows, self.shape.hidden)])
                 ledger.add("forward", "all_gather", ("z",), weight * size)
                 self.reduces(ledger, weight, size)
                 looked_up = self.step.seq if table.shared else self.tokens
@@ -102,7 +389,7 @@ class Account(LayerAccount):
         elif self.by_features:  # back to full tokens
             for phase in ("forward", "backward"):
                 ledger.add(phase, "all_to_all", ("y",), self.padded // grid.x * self.hidden_y * step.stream_bytes)
-        weight = self.travels(WeightKind.VOCABULARY, [LinearShape(shape.vocab, shape.hidden)])
+        weight = self.shard_elements(WeightKind.VOCABULARY, [LinearShape(shape.vocab, shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
         self.reduces(ledger, weight, self.wide)
         parts = grid.x * grid.y
@@ -119,9 +406,9 @@ class Account(LayerAccount):
         return ledger
 
     def gradients(self) -> Ledger:
-        """sync_gradients: who has a gradient, sharded gradients over data, replicated ones over the world.
+        """sync_gradients: flags of present gradients, sharded gradients over data, replicated ones over the world.
 
-        With as many flags as parameters and buckets over data. Buckets fill up from the last parameter to the first.
+        One flag for each parameter and each bucket over data. Buckets fill up from the last parameter to the first.
         """
         ledger, world = Ledger(self.grid), ("data", "z", "x", "y")
         size, replicated, every = self.step.param_bytes, self.shape.replicated, self.shape.weights
@@ -142,7 +429,7 @@ class Account(LayerAccount):
 
 
 def buckets(sizes: list[int]) -> int:
-    """How many buckets of BUCKET_BYTES gradients of these bytes fill; a gradient is never divided."""
+    """Number of buckets of BUCKET_BYTES that gradients of these bytes fill; a gradient is never divided."""
     count, filled = 0, 0
     for size in sizes:
         if not count or filled + size > BUCKET_BYTES:

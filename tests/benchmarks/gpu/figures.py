@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from hf_axonn import Grid
+from hf_axonn.planner.dense import shape_from_config
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import Machine, load_machine, machine_from_mapping
-from hf_axonn.planner.model.catalog import shape_from_config
-from hf_axonn.planner.predict import Job, predict
+from hf_axonn.planner.predict import predict
 from tests.benchmarks.gpu.jobs import DONE, Outcome
 from tests.benchmarks.gpu.settings import LLAMA_8B, LLAMA_70B, ONE_RANK, Settings, llama
 from tests.benchmarks.peers.contenders import PEERS, parse_grid

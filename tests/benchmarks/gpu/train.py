@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.engine.gradient_sync import syncing
-from hf_axonn.planner.measure.timings import slowest
+from hf_axonn.profiling.timings import slowest
 from tests.benchmarks.gpu.settings import BATCHES, COUNTED, ONE_RANK, STEPS
 from tests.benchmarks.kernels.gpu_loss import engine_on_one_rank
 from tests.benchmarks.peers import ranks

@@ -33,9 +33,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hf_axonn
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.engine.gradient_sync import syncing
-from hf_axonn.planner.measure.traffic_counter import TrafficCounter, count_traffic
 from tests.benchmarks.peers.axonn_models import axonn_llama, one_pass
 from tests.benchmarks.peers.stages import InStages
+from tests.helpers.traffic_counter import TrafficCounter, count_traffic
 
 
 FLOORS = ("floor tokens", "floor width")

@@ -190,7 +190,7 @@ def _count(training: Training, batch: Tensor) -> tuple[int, int] | None:
         return None
     with training.counting() as counter:
         training.step(batch)
-    return counter.ledger.calls(), int(counter.ledger.sent())
+    return counter.ledger.calls(), int(counter.ledger.bytes_sent())
 
 
 def _wait_for_turn(pipe) -> bool:

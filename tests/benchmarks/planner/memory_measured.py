@@ -34,7 +34,6 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig  
 
 from hf_axonn import Grid, __version__, parallelize  # noqa: E402
 from hf_axonn.planner.memory import memory  # noqa: E402
-from hf_axonn.planner.predict import layout_of  # noqa: E402
 from tests.benchmarks.peers.peers import model_config  # noqa: E402
 from tests.benchmarks.planner.simulate import TOLERANCE, Case, train  # noqa: E402
 
@@ -75,7 +74,7 @@ def cases(ranks: int, size: str) -> list[Case]:
 
 def predicted(case: Case) -> float:
     """Bytes of the rank that holds most, on gloo."""
-    return memory(case.shape, case.grid, case.step, layout=layout_of(case.shape, case.grid), gloo=True).total
+    return memory(case.shape, case.grid, case.step, layout=case.shape.layout(case.grid), gloo=True).total
 
 
 def peak(case: Case) -> int:

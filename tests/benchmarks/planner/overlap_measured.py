@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from hf_axonn.cli.plan_report import OVERLAPS
-from hf_axonn.planner.predict import Job, predict
+from hf_axonn.planner.job import Job
+from hf_axonn.planner.predict import predict
 from tests.benchmarks.peers.contenders import parse_grid
 from tests.benchmarks.peers.peers import model_config, save_weights
 from tests.benchmarks.planner.planning_measured import ROWS, SEQ, job_of, visit

@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hf_axonn.planner.dense import load_shape
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import Machine, load_machine
-from hf_axonn.planner.model.catalog import load_shape
-from hf_axonn.planner.predict import Job
 from hf_axonn.planner.search import GridRanking, plan
 from hf_axonn.planner.settings import EXACT
-from hf_axonn.planner.time.paper import network_time
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
+from tests.benchmarks.planner.axonn import network_time, rank_axonn
 
 
 SEQ, SEQUENCES = 2048, 8192  # 16.8 million tokens
@@ -80,16 +80,15 @@ def script_seconds(model: str, machine: str, sequences: int, grid: Grid) -> floa
     return network_time(load_shape(model), load_machine(machine), grid, sequences * SEQ, counting="script")
 
 
-def predicted(point: Point, schedule: str = "axonn", **changes: float) -> GridRanking:
-    """All grids of a published run; `changes` scale the machine (`Machine.scaled`)."""
-    job = Job(
-        shape=load_shape(point.model),
-        machine=load_machine(point.machine).scaled(**changes),
-        sequences=SEQUENCES,
-        seq=SEQ,
-        schedule=schedule,
-    )
-    return plan(job, point.gpus, order=ORDER)
+def job_of(point: Point, **changes: float) -> Job:
+    """The job of a published run; `changes` scale the machine (`Machine.scale`)."""
+    machine = load_machine(point.machine).scale(**changes)
+    return Job(shape=load_shape(point.model), machine=machine, sequences=SEQUENCES, seq=SEQ)
+
+
+def predicted(point: Point, **changes: float) -> GridRanking:
+    """All grids of a published run, with AxoNN's schedule; `changes` as `job_of`."""
+    return rank_axonn(job_of(point, **changes), point.gpus)
 
 
 def error(point: Point, found: GridRanking) -> float:
@@ -105,7 +104,7 @@ def mean_error(plans: dict[Point, GridRanking]) -> float:
 def published() -> list[str]:
     """Lines of the table of published and predicted FLOP/s."""
     plans = {point: predicted(point) for point in POINTS}
-    ours = {point: predicted(point, "hf_axonn") for point in POINTS}
+    ours = {point: plan(job_of(point), point.gpus, order=ORDER) for point in POINTS}
     titles = ("machine, GPUs, model", "published", "predicted", "error", "first ten", "grid: data, z, y, x", "engine")
     lines = [f"| {' | '.join(titles)} |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
@@ -127,8 +126,8 @@ def sensitive() -> list[str]:
     def changed(change: Callable[[Machine], Machine]) -> dict[Point, GridRanking]:
         plans = {}
         for point in POINTS:
-            found = predicted(point).job
-            plans[point] = plan(replace(found, machine=change(found.machine)), point.gpus, order=ORDER)
+            job = job_of(point)
+            plans[point] = rank_axonn(replace(job, machine=change(job.machine)), point.gpus)
         return plans
 
     def times(name: str, factor: float) -> Callable[[Machine], Machine]:

@@ -34,9 +34,10 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from hf_axonn import __version__  # noqa: E402
+from hf_axonn.planner.dense import shape_from_config  # noqa: E402
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine  # noqa: E402
-from hf_axonn.planner.model.catalog import shape_from_config  # noqa: E402
-from hf_axonn.planner.predict import Job, Prediction, predict  # noqa: E402
+from hf_axonn.planner.predict import Prediction, predict  # noqa: E402
 from hf_axonn.planner.search import grids  # noqa: E402
 from tests.benchmarks.peers.contenders import grid_name  # noqa: E402
 from tests.benchmarks.peers.peers import model_config, save_weights  # noqa: E402

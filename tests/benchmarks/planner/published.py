@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hf_axonn.planner import confidence
+from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
-from hf_axonn.planner.model.shapes import ModelShape
-from hf_axonn.planner.predict import Job, predict
+from hf_axonn.planner.predict import predict
 from hf_axonn.topology.grid import Grid
 from tests.benchmarks.peers.contenders import grid_name, parse_grid
 from tests.benchmarks.planner import planning
@@ -179,13 +180,13 @@ def _run(line: dict[str, str]) -> Run:
 
 
 @cache
-def shape(model: str, seq: int) -> ModelShape:
+def shape(model: str, seq: int) -> DenseShape:
     """The model of a run; MPT and GPT have as many learned positions as tokens of a sequence."""
     if model.startswith("mpt-") or model in GPT:
         layers, hidden, heads, vocab = GPT[model] if model in GPT else (*MPT[model[4:]], 50368)
         biases = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
         sizes = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": 4 * hidden, "vocab": vocab}
-        return ModelShape(
+        return DenseShape(
             **sizes,
             **biases,
             gated=False,
@@ -195,11 +196,11 @@ def shape(model: str, seq: int) -> ModelShape:
             positions=0 if model.startswith(("bloom", "neox")) else seq,
         )
     if model == "apertus-8b":
-        return ModelShape(
+        return DenseShape(
             layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=21504, vocab=131072, gated=False, qk_norm=True
         )
     layers, hidden, heads, intermediate = LLAMA[model]
-    return ModelShape(layers=layers, hidden=hidden, heads=heads, kv_heads=8, intermediate=intermediate, vocab=128256)
+    return DenseShape(layers=layers, hidden=hidden, heads=heads, kv_heads=8, intermediate=intermediate, vocab=128256)
 
 
 def outcome(run: Run) -> Outcome:

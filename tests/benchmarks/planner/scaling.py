@@ -14,12 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hf_axonn.planner.dense import load_shape
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
-from hf_axonn.planner.model.catalog import load_shape
-from hf_axonn.planner.predict import Job, Prediction
+from hf_axonn.planner.predict import Prediction
 from hf_axonn.planner.search import plan
 from hf_axonn.planner.settings import EXACT
-from hf_axonn.topology.axis_order import ORDER
+from tests.benchmarks.planner.axonn import rank_axonn
 from tests.benchmarks.planner.planning import POINTS, SEQ, SEQUENCES
 
 
@@ -36,19 +37,18 @@ FRONTIER = {point.gpus: point.tflops for point in POINTS if point.machine == "fr
 
 def axonn(model: str, gpus: int, sequences: int = SEQUENCES) -> Prediction | None:
     """The best grid of AxoNN's schedule with checkpointing, its axes in the engine's order; None where none fits."""
-    found = plan(_job(model, sequences, "axonn"), gpus, order=ORDER)
+    found = rank_axonn(_job(model, sequences), gpus)
     return found.best if found.ranked else None
 
 
 def engine(model: str, gpus: int, sequences: int = SEQUENCES) -> Prediction | None:
     """The best grid and settings of this engine; None where none fits."""
-    found = plan(_job(model, sequences, "hf_axonn"), gpus, free=EXACT)
+    found = plan(_job(model, sequences), gpus, free=EXACT)
     return found.best if found.ranked else None
 
 
-def _job(model: str, sequences: int, schedule: str) -> Job:
-    shape, machine = load_shape(model), load_machine("frontier")
-    return Job(shape=shape, machine=machine, sequences=sequences, seq=SEQ, schedule=schedule)
+def _job(model: str, sequences: int) -> Job:
+    return Job(shape=load_shape(model), machine=load_machine("frontier"), sequences=sequences, seq=SEQ)
 
 
 def days(entry: Prediction | None) -> float | None:

@@ -7,8 +7,8 @@
 The model is built, sharded and trained for two steps by the code that trains on GPUs. Tensors are fake (sizes and
 dtypes, no values), the process group is torch's `fake` backend, in which collectives return at once. Everything that
 is counted is then what a rank would hold and send: parameters, gradients, what forward saves, peaks, and each
-collective. It has to be what the planner says of the same step (perf/volumes.py to the call and byte, perf/memory.py
-exactly for parameters and within TOLERANCE for peaks): exit code 1 where it is not.
+collective. It has to be what the planner says of the same step (planner/traffic/volumes.py to the call and byte,
+planner/memory.py exactly for parameters and within TOLERANCE for peaks): exit code 1 where it is not.
 
 What a fake run cannot know: values. See `NoValues`.
 """
@@ -45,20 +45,19 @@ from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.layers.moe import Experts
-from hf_axonn.planner.measure.traffic_counter import count_traffic
+from hf_axonn.planner.dense import GPT_POSITIONS, GPT_VOCAB, GPTS
 from hf_axonn.planner.memory import memory
-from hf_axonn.planner.model.catalog import GPT_POSITIONS, GPT_VOCAB, GPTS
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Stack
-from hf_axonn.planner.predict import layout_of
-from hf_axonn.planner.tracing.read_shape import shape_of
+from hf_axonn.planner.shapes import ModelShape
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
+from hf_axonn.profiling.read_shape import shape_of
 from tests.benchmarks.checkpoint.big_load import LLAMA_405B, read_grid
 from tests.benchmarks.planner.groups_cost import groups_table
 from tests.benchmarks.planner.meter import Meter, local, nbytes
 from tests.helpers import fake_collectives  # noqa: F401
 from tests.helpers.devices import few_foreign_on_gpus
+from tests.helpers.traffic_counter import count_traffic
 
 
 TOLERANCE = 0.1  # of a peak
@@ -79,7 +78,7 @@ class Case:
     lora: int = 0
 
     @cached_property
-    def shape(self) -> Stack:
+    def shape(self) -> ModelShape:
         """The model as the planner reads its config."""
         return shape_of(self.config.to_dict())
 
@@ -283,7 +282,7 @@ def _step(model: nn.Module, case: Case, ids: Tensor, count: Tensor) -> Outcome:
 
 def compare(case: Case, outcome: Outcome, rank: int = 0) -> tuple[list[str], bool]:
     """What the planner says beside what was counted, as Markdown, and whether they agree."""
-    layout = layout_of(case.shape, case.grid)
+    layout = case.shape.layout(case.grid)
     said = volumes(case.shape, case.grid, case.step, layout=layout, rank=rank)
     needed = memory(case.shape, case.grid, case.step, layout=layout)
     trained, size = needed.trained, case.step.param_bytes  # of adapters, too, that is float32

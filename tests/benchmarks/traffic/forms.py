@@ -13,12 +13,14 @@ T tokens a (data, z) position, Linear [N, K]; every collective is a ring (hf_axo
 
 from __future__ import annotations
 
-from hf_axonn.planner.model.shapes import LinearShape, ModelShape, Step
+from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.shapes import LinearShape
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.topology.grid import Grid
 
 
-def all_reduce_form(shape: ModelShape, grid: Grid, step: Step, *, fused: bool) -> Ledger:
+def all_reduce_form(shape: DenseShape, grid: Grid, step: Step, *, fused: bool) -> Ledger:
     """AxoNN's equations for one layer, sizes divisible by x and y; without the weights' traffic over z."""
     ledger, unit = Ledger(grid), step.tokens * step.compute_bytes
 
@@ -37,7 +39,7 @@ def all_reduce_form(shape: ModelShape, grid: Grid, step: Step, *, fused: bool) -
     return ledger
 
 
-def megatron(shape: ModelShape, grid: Grid, step: Step) -> Ledger:
+def megatron(shape: DenseShape, grid: Grid, step: Step) -> Ledger:
     """Tensor and sequence parallelism over x for one layer, which has two blocks.
 
     Raises:

@@ -5,8 +5,8 @@
 
 A type is built tiny (tiny_configs.py), its shape is found on the meta device, and one rank of a grid trains two steps
 in bf16 autocast on torch's `fake` process group, in which collectives return at once and leave what was there. The
-collectives of the second step have to be those of perf/volumes.py, each kind, axis and byte, with checkpointing and
-without. Exit code 1: they differ for a type of which the planner notes nothing.
+collectives of the second step have to be those of planner/traffic/volumes.py, each kind, axis and byte, with
+checkpointing and without. Exit code 1: they differ for a type of which the planner notes nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.planner.model.stack import Stack
-from hf_axonn.planner.predict import layout_of
-from hf_axonn.planner.tracing.trace import found_shape
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
+from hf_axonn.profiling.trace import trace_shape
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.benchmarks.checkpoint.big_load import read_grid
 from tests.benchmarks.planner.simulate import Case, train, world
@@ -53,10 +52,10 @@ class Found:
     why: str = ""
 
 
-def shape_of(config: transformers.PreTrainedConfig) -> Stack:
+def shape_of(config: transformers.PreTrainedConfig) -> ModelShape:
     """The planner's shape of a config's model."""
     with torch.device("meta"):
-        return found_shape(AutoModelForCausalLM.from_config(config))
+        return trace_shape(AutoModelForCausalLM.from_config(config))
 
 
 def counted(config: transformers.PreTrainedConfig, grid: Grid, *, checkpointing: bool) -> tuple[Case, Ledger]:
@@ -72,12 +71,12 @@ def counted(config: transformers.PreTrainedConfig, grid: Grid, *, checkpointing:
         return case, train(model, case, ids, torch.ones((), dtype=torch.int64)).ledger
 
 
-def differences(config: transformers.PreTrainedConfig, shape: Stack, grid: Grid) -> list[str]:
+def differences(config: transformers.PreTrainedConfig, shape: ModelShape, grid: Grid) -> list[str]:
     """Where the engine sends what the planner does not say."""
     lines = []
     for checkpointing in (False, True):
         case, ledger = counted(config, grid, checkpointing=checkpointing)
-        sent, said = ledger.entries, volumes(shape, grid, case.step, layout=layout_of(shape, grid)).entries
+        sent, said = ledger.entries, volumes(shape, grid, case.step, layout=shape.layout(grid)).entries
         lines += [
             f"{'checkpointing, ' * checkpointing}{key.phase} {key.kind} over {'+'.join(key.axes)}: "
             f"counted {sent.get(key)}, said {said.get(key)}"

@@ -25,12 +25,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn import AxonnConfig, Grid, __version__, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
-from hf_axonn.planner.measure.traffic_counter import count_traffic
-from hf_axonn.planner.model.shapes import ModelShape, Step
-from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
+from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.step import Step
+from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.planner.traffic.volumes import layer_volumes, volumes
 from tests.benchmarks.traffic.forms import all_reduce_form, megatron
 from tests.helpers.ranks import all_grids, run_ranks
+from tests.helpers.traffic_counter import count_traffic
 
 
 WORLD = 4
@@ -39,7 +40,7 @@ LAYERS = 4
 # each of 29 Linears and one for each of 10 replicated gradients.
 AXONN_CALLS = 300
 STEP = Step(rows=4, seq=32, compute_bytes=4)
-GATED = ModelShape(layers=LAYERS, hidden=96, heads=16, intermediate=256, vocab=256)
+GATED = DenseShape(layers=LAYERS, hidden=96, heads=16, intermediate=256, vocab=256)
 PLAIN = replace(
     GATED, intermediate=384, gated=False, layer_norm=True, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True
 )
@@ -59,7 +60,7 @@ FALLBACKS = {
 }
 
 
-def build(kind: str, shape: ModelShape, layers: int) -> torch.nn.Module:
+def build(kind: str, shape: DenseShape, layers: int) -> torch.nn.Module:
     """A random model of this shape."""
     config = AutoConfig.for_model(
         kind,
@@ -88,7 +89,7 @@ def is_counted(name: str) -> bool:
     return plan_for(build(*MODELS[name], 1)).reason is None
 
 
-def count_step(kind: str, shape: ModelShape, grid: Grid, layout: str, layers: int) -> dict[Key, Volume]:
+def count_step(kind: str, shape: DenseShape, grid: Grid, layout: str, layers: int) -> dict[LedgerKey, Volume]:
     """What this rank issues in the second step: the first has yet to learn what to gather ahead."""
     config = AxonnConfig(grid=grid, layout=layout if grid.y > 1 else "auto")
     model, _ = parallelize(build(kind, shape, layers), grid, config=config)
@@ -102,7 +103,7 @@ def count_step(kind: str, shape: ModelShape, grid: Grid, layout: str, layers: in
     return counter.ledger.entries
 
 
-def count_steps() -> dict[tuple, dict[Key, Volume]]:
+def count_steps() -> dict[tuple, dict[LedgerKey, Volume]]:
     """By (model, grid, layout, layers). Runs on every rank."""
     found = {}
     for name, grid in itertools.product(MODELS, all_grids(WORLD)):
@@ -117,7 +118,7 @@ def count_steps() -> dict[tuple, dict[Key, Volume]]:
     return found
 
 
-def ledger_of(grid: Grid, entries: dict[Key, Volume]) -> Ledger:
+def ledger_of(grid: Grid, entries: dict[LedgerKey, Volume]) -> Ledger:
     ledger = Ledger(grid)
     ledger.entries = dict(entries)
     return ledger
@@ -135,15 +136,15 @@ def layer_counted(counts: dict, name: str, grid: Grid, layout: str) -> Ledger:
     return ledger
 
 
-def norm_bytes(shape: ModelShape, grid: Grid, layout: str, step: Step = STEP) -> Fraction:
+def norm_bytes(shape: DenseShape, grid: Grid, layout: str, step: Step = STEP) -> Fraction:
     """Bytes of a layer's norms: those of the layer less those of one without norms."""
     without = layer_volumes(replace(shape, norms_per_layer=0), grid, step, layout=layout)
-    return layer_volumes(shape, grid, step, layout=layout).sent() - without.sent()
+    return layer_volumes(shape, grid, step, layout=layout).bytes_sent() - without.bytes_sent()
 
 
 def activation_bytes(ledger: Ledger) -> Fraction:
     """Bytes of a layer that are not weights."""
-    return ledger.sent() - ledger.sent(axes=("z",))
+    return ledger.bytes_sent() - ledger.bytes_sent(axes=("z",))
 
 
 def layer_table(counts: dict, name: str) -> list[str]:
@@ -172,8 +173,8 @@ def layer_table(counts: dict, name: str) -> list[str]:
         for label, how, ledger, norms in forms:
             total = activation_bytes(ledger) - norms
             lines.append(
-                f"{grid!s:<20} {label:<21} {how:<9} {int(ledger.sent(axes=('y',)) - norms):>9,} "
-                f"{int(ledger.sent(axes=('x',))):>9,} {int(norms):>6,} {int(total):>9,} "
+                f"{grid!s:<20} {label:<21} {how:<9} {int(ledger.bytes_sent(axes=('y',)) - norms):>9,} "
+                f"{int(ledger.bytes_sent(axes=('x',))):>9,} {int(norms):>6,} {int(total):>9,} "
                 f"{float(total / activation_bytes(fused)):>7.3f} {float(total / activation_bytes(single)):>7.3f} "
                 f"{ledger.calls() - ledger.calls(axes=('z',)):>6}"
             )
@@ -194,7 +195,7 @@ def fallback_table() -> list[str]:
         ratios = []
         for layout in layouts_on(grid):
             ledger = layer_volumes(shape, grid, STEP, layout=layout)
-            ratios.append(float((ledger.sent() - norm_bytes(shape, grid, layout)) / fused))
+            ratios.append(float((ledger.bytes_sent() - norm_bytes(shape, grid, layout)) / fused))
         lines.append(f"{what:<52} {ratios[0]:>7.3f} {ratios[1]:>8.3f} {ledger.calls():>6}")
     return [*lines, ""]
 
@@ -209,7 +210,7 @@ def step_table(counts: dict, name: str) -> list[str]:
     for grid in all_grids(WORLD):
         for layout in layouts_on(grid):
             ledger = ledger_of(grid, counts[name, grid, layout, LAYERS])
-            sent = [int(ledger.sent(phase=phase)) for phase in ("forward", "backward", "gradients")]
+            sent = [int(ledger.bytes_sent(phase=phase)) for phase in ("forward", "backward", "gradients")]
             numbers = " ".join(f"{value:>12,}" for value in (*sent, sum(sent)))
             lines.append(f"{grid!s:<20} {layout if grid.y > 1 else '-':<8} {ledger.calls():>6} {numbers}")
     return [*lines, ""]
@@ -238,9 +239,12 @@ def check_claims(counts: dict) -> tuple[list[str], bool]:
     wrong, checked, step = [], 0, replace(STEP, seq=2048)
     for shape, x, y in itertools.product((GATED, PLAIN), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)):
         shape, grid = replace(shape, hidden=2048, heads=256, intermediate=8192), Grid(x=x, y=y)
-        ours = layer_volumes(shape, grid, step, layout="feature").sent()
+        ours = layer_volumes(shape, grid, step, layout="feature").bytes_sent()
         checked += 1
-        if ours - norm_bytes(shape, grid, "feature", step) != all_reduce_form(shape, grid, step, fused=True).sent():
+        if (
+            ours - norm_bytes(shape, grid, "feature", step)
+            != all_reduce_form(shape, grid, step, fused=True).bytes_sent()
+        ):
             wrong.append(str(grid))
     claims.append((f"the same by arithmetic, {checked} cases of up to 256 ranks, gated and plain", wrong))
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from hf_axonn import Grid
+from hf_axonn.planner.dense import DenseShape, load_shape, shape_from_config
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
-from hf_axonn.planner.model.catalog import load_shape, shape_from_config
-from hf_axonn.planner.model.shapes import ModelShape
-from hf_axonn.planner.predict import Job, Prediction, predict
+from hf_axonn.planner.predict import Prediction, predict
 from hf_axonn.planner.search import plan
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import divisors
@@ -28,7 +28,7 @@ HEADING = """\
 """
 
 
-def shape_of(recipe: Recipe, model: Model, checkpoint: str | None = None) -> ModelShape:
+def shape_of(recipe: Recipe, model: Model, checkpoint: str | None = None) -> DenseShape:
     """Return the sizes of a model.
 
     Args:

@@ -1,7 +1,4 @@
-"""What travels in a step, group by group, for the engine's schedule and for AxoNN's.
-
-    of_engine    the collectives of planner/traffic/volumes.py
-    of_axonn     equations (1) to (5) of the paper, every all-reduce at once
+"""Traffic of a step by layers and groups of weights: the collectives of planner/traffic/volumes.py.
 
 A decoder layer has groups of weights that are gathered and multiplied together: q, k, v; o; up (and gate); down;
 the experts of a mixture are one, and so is each Linear that makes latents. Payloads as in planner/traffic/ledger.py,
@@ -11,15 +8,13 @@ bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Block, Experts, Layer, Stack
+from hf_axonn.planner.shapes import BlockShape, ExpertsShape, LayerShape, ModelShape
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.time.links import Links
-from hf_axonn.planner.time.paper import decoder_layers
 from hf_axonn.planner.traffic.ledger import Ledger
-from hf_axonn.planner.traffic.volumes import Account
+from hf_axonn.planner.traffic.volumes import StepAccount
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
 
@@ -29,8 +24,8 @@ class LayerSeconds(NamedTuple):
 
     gathers, reduces: over z, of each group, one pass; gathers_again: whether recomputation gathers once more; kept:
         whether the first gather serves backward and recomputation, too.
-    forward, backward: over x and y, what nothing hides (with recomputation: its share is in backward).
-    hidden: over x or y, of each group, what runs beside its weight gradient.
+    forward, backward: over x and y, those that nothing hides (with recomputation: its share is in backward).
+    hidden: over x or y, of each group, those that run beside its weight gradient.
     """
 
     gathers: list[float]
@@ -64,14 +59,14 @@ class LayerTraffic:
     kept: bool = False
 
     def seconds(self, links: Links) -> LayerSeconds:
-        """On a machine."""
+        """Seconds of the collectives on a machine."""
         entries = self.ledger.entries.items()
         return LayerSeconds(
             gathers=[links.seconds("all_gather", ("z",), payload) for payload in self.gathers],
             reduces=[links.seconds("reduce_scatter", ("z",), payload, bool(payload)) for payload in self.reduces],
             gathers_again=self.gathers_again,
-            forward=sum(links.of(key, volume) for key, volume in entries if key.phase == "forward"),
-            backward=sum(links.of(key, volume) for key, volume in entries if key.phase != "forward"),
+            forward=sum(links.entry_seconds(key, volume) for key, volume in entries if key.phase == "forward"),
+            backward=sum(links.entry_seconds(key, volume) for key, volume in entries if key.phase != "forward"),
             hidden=[links.seconds(each[0], (each[1],), each[2]) if each else 0.0 for each in self.hidden],
             kept=self.kept,
         )
@@ -79,16 +74,16 @@ class LayerTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What travels in a step.
+    """Payloads of a step's collectives.
 
     Args:
-        layers: (a kind of decoder layer, what travels for one in a micro-batch, how many such layers).
+        layers: (a kind of decoder layer, payloads of one in a micro-batch, number of such layers).
         rest: of embedding, head and loss, one micro-batch.
         gradients: after the last one.
         checkpointing: whether layers run again.
     """
 
-    layers: tuple[tuple[Layer, LayerTraffic, int], ...]
+    layers: tuple[tuple[LayerShape, LayerTraffic, int], ...]
     rest: Ledger
     gradients: Ledger
     checkpointing: bool
@@ -102,7 +97,7 @@ class Traffic:
 
         def enter_ledger(ledger: Ledger, times: int) -> None:
             for key, volume in ledger.entries.items():
-                enter(key.axes, times * links.of(key, volume))
+                enter(key.axes, times * links.entry_seconds(key, volume))
 
         for _, traffic, count in self.layers:
             layer, times = traffic.seconds(links), count * micro_batches
@@ -119,16 +114,16 @@ class Traffic:
         return {axes: seconds for axes, seconds in found.items() if seconds}
 
 
-def of_engine(shape: Stack, grid: Grid, step: Step, layout: str) -> Traffic:
-    """The engine's own collectives, see planner/traffic/volumes.py."""
-    account = Account(shape, grid, step, layout)
+def step_traffic(shape: ModelShape, grid: Grid, step: Step, layout: str) -> Traffic:
+    """Payloads of a step of the engine."""
+    account = StepAccount(shape, grid, step, layout)
     kept, layers = step.kept_layers, []
     for layer, count in reversed(shape.runs):  # kept: the last ones
         held = min(kept, count)
         kept -= held
         for keeps, number in ((True, held), (False, count - held)):
             if number:
-                layers.append((layer, layer_of_engine(account, layer, kept=keeps), number))
+                layers.append((layer, layer_traffic(account, layer, kept=keeps), number))
     rest = account.embedding()
     if shape.outside is not None:
         rest.include(account.layer(shape.outside, once=True))
@@ -136,13 +131,13 @@ def of_engine(shape: Stack, grid: Grid, step: Step, layout: str) -> Traffic:
     return Traffic(tuple(layers), rest, account.gradients(), step.checkpointing)
 
 
-def layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraffic:
-    """What the engine sends for one decoder layer and micro-batch. `kept`: as of `LayerTraffic`."""
+def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> LayerTraffic:
+    """Payloads of the engine for one decoder layer and micro-batch. `kept`: as in `LayerTraffic`."""
     step, grid = account.step, account.grid
     ledger = account.layer(layer)
     elements: list[int] = []
+    gathers: list[float] = []
     once: list[int] = []
-    of_experts: set[int] = set()
     hidden: list[tuple[str, str, float] | None] = []
 
     def hide(axis: str, payload: int) -> None:
@@ -151,15 +146,16 @@ def layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraff
             ledger.add("backward", "reduce_scatter", (axis,), -payload, -1)
 
     for part in layer.parts:
-        if isinstance(part, Experts):
-            of_experts.add(len(elements))
+        if isinstance(part, ExpertsShape):
             once.append(len(elements))
-            elements.append(account.of_experts(part))
+            elements.append(account.expert_elements(part))
+            gathers.append(elements[-1] * step.compute_bytes)
             hidden.append(None)
             continue
-        of_columns, of_row = account.beside_weight_gradients(part) if isinstance(part, Block) else (0, 0)
+        of_columns, of_row = account.beside_weight_gradients(part) if isinstance(part, BlockShape) else (0, 0)
         for kind, linears in part.groups():
-            elements.append(account.travels(kind, linears))
+            elements.append(account.shard_elements(kind, linears))
+            gathers.append(step.gather_bytes(elements[-1]))
             payloads = {WeightKind.ROW: of_row, WeightKind.COLUMN: of_columns}
             hide("y" if kind == WeightKind.ROW else "x", payloads.get(kind, 0))
     for key in [key for key in ledger.entries if key.axes == ("z",)]:
@@ -167,44 +163,5 @@ def layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraff
     if step.keeps_recomputed:
         once = list(range(len(elements)))
     size = max(step.compute_bytes, step.reduce_bytes)
-    gathers: list[float] = [
-        count * step.compute_bytes if index in of_experts else step.gathered(count)
-        for index, count in enumerate(elements)
-    ]
     reduces: list[float] = [0 if step.lora else count * size for count in elements]
     return LayerTraffic(gathers, reduces, True, ledger, hidden, tuple(once), kept)
-
-
-def of_axonn(shape: Stack, grid: Grid, step: Step) -> Traffic:
-    """Equations (1) to (5): all-reduces after every product, bf16 over z, fp32 over data.
-
-    Under checkpointing forward all-reduces run again; the weights that were gathered for the recomputation serve
-    backward too (so does the authors' script count). Embedding, head and loss are not in the paper's model: their
-    gradients travel over data and z as all weights do, their activations are all-reduced once each way.
-    """
-    ledger, size = Ledger(grid), step.compute_bytes
-    gathers: list[float] = []
-    hidden: list[tuple[str, str, float] | None] = []
-    shards = grid.x * grid.y * grid.z
-    weights = Fraction(0)
-    for layer in decoder_layers(shape):
-        weights += shape.depth * Fraction(layer.k * layer.n, shards)
-        gathers.append(layer.k * layer.n * size / shards)
-        inner, outer = ("x", "y") if layer.transposed else ("y", "x")  # the axes that shard k and n
-        forward = Fraction(step.tokens * layer.n * size, getattr(grid, outer))
-        ledger.add("forward", "all_reduce", (inner,), forward)
-        if step.checkpointing:
-            ledger.add("backward", "all_reduce", (inner,), forward)
-        backward = step.tokens * layer.k * size / getattr(grid, inner)
-        hidden.append(("all_reduce", outer, backward) if getattr(grid, outer) > 1 else None)
-    rest, gradients = Ledger(grid), Ledger(grid)
-    stream = step.tokens * shape.hidden * size
-    for phase in ("forward", "backward"):
-        rest.add(phase, "all_reduce", ("x", "y"), stream)
-    vocabulary = Fraction(shape.vocab * shape.hidden, shards)
-    rest.add("forward", "all_gather", ("z",), vocabulary * size)
-    rest.add("backward", "reduce_scatter", ("z",), vocabulary * size)
-    gradients.add("gradients", "all_reduce", ("data",), 4 * (weights + vocabulary), 4 * shape.depth)
-    traffic = LayerTraffic(gathers, gathers, False, ledger, hidden)
-    layers = tuple((layer, traffic, count) for layer, count in shape.kinds)
-    return Traffic(layers, rest, gradients, step.checkpointing)

@@ -1,4 +1,4 @@
-"""Measuring a machine for the planner: links, latency, matrix products and memory, written as a machine file.
+"""Measures a machine for the planner: links, latency, matrix products and memory, written as a machine file.
 
     torchrun --nproc-per-node 8 -m hf_axonn bench-links --output this.json      (one process a GPU, on every node)
 
@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_axonn.distributed.collectives import exchange, reduce_, start_all_gather, start_reduce_scatter
-from hf_axonn.planner.machine import machine_from_mapping
-from hf_axonn.planner.measure.peaks import peak_tflops
-from hf_axonn.planner.measure.timings import UNMEASURED, Line, Timings, world_group
+from hf_axonn.planner.machine import machine_from_mapping, peak_tflops
 from hf_axonn.planner.time.compute import ATTENTION_BACKWARD
+from hf_axonn.profiling.timings import UNMEASURED, Line, Timings, world_group
 from hf_axonn.topology.grid import divisors
 
 
@@ -92,62 +91,24 @@ def bench_links(output: str, *, seconds: float = 60.0, peak: float | None = None
 
 
 def measure(local: int, device: torch.device, *, seconds: float, peak: float | None = None) -> dict[str, Any]:
-    """The contents of a machine file. Collective over the world; all ranks get the same.
+    """Measure the contents of a machine file. Collective over the world; all ranks get the same.
 
     Args:
-        local: processes of a node; the world is nodes of as many.
+        local: processes of a node; every node has as many.
         device: where.
         seconds: when they are over nothing is measured again, and rings of fewer ranks than a node not at all.
         peak: advertised TFLOP/s of a GPU; by default those of its name, or the fastest product where that is unknown.
     """
-    world, backend = dist.get_world_size(), dist.get_backend()
-    payloads = PAYLOADS.get(backend, PAYLOADS["gloo"])
-    timings = Timings(device)
-    _add_compute(timings, device)
-    several_nodes = world > local
-    full = "world" if several_nodes else f"1x{local}"
-    if several_nodes:
-        _add_collectives(timings, "all_gather", full, world_group(), payloads, device)
-    rings = [(stride, ranks) for ranks in divisors(local)[1:] for stride in divisors(local // ranks)]
-    rings.sort(key=lambda ring: (ring[0] > 1, -ring[1]))  # what latency and relative costs are made of first
-    for stride, ranks in rings:
-        name, group = f"{stride}x{ranks}", _siblings(stride, ranks)
-        _add_collectives(timings, "all_gather", name, group, payloads, device, optional=name != f"1x{local}")
-    for kind in ("reduce_scatter", "all_to_all", "all_reduce") if world > 1 else ():
-        _add_collectives(timings, kind, full, world_group(), payloads, device)
-    timings.run(PASSES, seconds)
-
-    skipped = sorted({name.split()[1] for name in timings.missing})
-    lines = {
-        (stride, ranks): _line(timings, "all_gather", f"{stride}x{ranks}", ranks, payloads)
-        for stride, ranks in sorted(rings)
-        if f"{stride}x{ranks}" not in skipped
-    }
-    table = {f"{stride}x{ranks}": line.bandwidth / 1e9 for (stride, ranks), line in lines.items()}
-    base, intra_step = _latency({ranks: line.latency for (stride, ranks), line in lines.items() if stride == 1})
-    inter, inter_step, how_inter = max(table.values(), default=1.0), intra_step, "not measured, there is one node: "
-    how_inter += "the fastest ring in it"
-    if several_nodes:
-        through, nodes = _line(timings, "all_gather", full, world, payloads), world // local
-        inter = through.bandwidth / 1e9
-        inter_step = max(UNMEASURED, (through.latency - base - (world - nodes) * intra_step) / (nodes - 1))
-        how_inter = f"measured: one ring through {nodes} nodes"
-    sizes = SIZES[device.type]
-    products = {size: 6 * size * sizes[-1] ** 2 / timings.seconds(f"product {size}") / 1e12 for size in sizes}
-    best = max(products.values())
+    payloads = PAYLOADS.get(dist.get_backend(), PAYLOADS["gloo"])
+    full = "world" if dist.get_world_size() > local else f"1x{local}"
+    timings = _time_all(local, full, payloads, device, seconds)
+    links = _link_figures(timings, local, full, payloads)
     costs, latencies = _relative(timings, full, payloads)
     overlap = _overlap(timings, full, payloads, device, seconds=seconds)
-    heads, tokens, width = HEADS[device.type]
-    flops = 2 * heads * tokens**2 * width  # of the causal half
-    attention = {
-        "forward": flops / timings.seconds("attention") / 1e12,
-        "backward": ATTENTION_BACKWARD * flops / timings.beyond("attention and backward", "attention") / 1e12,
-    }
-    how = f"measured by hf-axonn bench-links: {backend}, torch {torch.__version__}, {local} processes a node"
-    how_intra = how + (f"; not measured for want of time: {', '.join(skipped)}" if skipped else "")
-    how_line = f"{how}; what collectives of {payloads[0]} and {payloads[1]} bytes add to a product"
-    on_gpu = device.type == "cuda"
-    properties = torch.cuda.get_device_properties(device) if on_gpu else None
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    how = (
+        f"measured by hf-axonn bench-links: {dist.get_backend()}, torch {torch.__version__}, {local} processes a node"
+    )
     how_peak = "given as --peak-tflops"
     if peak is None and properties:
         peak, how_peak = peak_tflops(properties.name), f"data sheet of {properties.name}, dense bf16"
@@ -155,6 +116,9 @@ def measure(local: int, device: torch.device, *, seconds: float, peak: float | N
         how_peak = (
             f"{how}; the fastest product, not an advertised rate (--peak-tflops), so utilisation is a share of that"
         )
+    sizes = SIZES[device.type]
+    products = {size: 6 * size * sizes[-1] ** 2 / timings.seconds(f"product {size}") / 1e12 for size in sizes}
+    best = max(products.values())
     return {
         "name": "this",
         "description": properties.name if properties else f"CPU, {torch.get_num_threads()} thread(s) a process",
@@ -164,7 +128,7 @@ def measure(local: int, device: torch.device, *, seconds: float, peak: float | N
         "gemm_tflops": best,
         "gemm_fraction": 1.0,
         "gemm_by_size": {str(size): rate / best for size, rate in products.items()},
-        "attention_tflops": {"sdpa": attention},
+        "attention_tflops": {"sdpa": _attention_rates(timings, device)},
         "memory_gib": (properties.total_memory if properties else _host_memory() / local) / 2**30,
         "memory_gbs": 2 * COPIED[device.type] / timings.seconds("copy") / 1e9,
         "memory_fraction": 1.0,
@@ -173,28 +137,102 @@ def measure(local: int, device: torch.device, *, seconds: float, peak: float | N
         "relative_cost": costs,
         "relative_latency": latencies,
         "units": properties.multi_processor_count if properties else 1,
-        "intra_gbs": table or 1.0,
-        "inter_gbs": inter,
-        "latency_us": {"base": base * 1e6, "intra": intra_step * 1e6, "inter": inter_step * 1e6},
-        "sources": {
-            "gpus_per_node": how,
-            "peak_tflops": how_peak,
-            "gemm_tflops": f"{how}; products of Linears, {sizes[-1]} wide, on the best number of tokens",
-            "gemm_fraction": "1: gemm_by_size is measured",
-            "gemm_by_size": f"{how}; products of Linears, {sizes[-1]} wide, by tokens, all processes at once",
-            "attention_tflops": f"{how}; scaled_dot_product_attention, causal, {tokens} tokens, heads of {width}",
-            "memory_gib": "torch" if on_gpu else "the host's memory, divided by its processes",
-            "memory_gbs": f"{how}; a copy, read and written",
-            "memory_fraction": "1: memory_gbs is measured",
-            "kernel_us": f"{how}; adding one to {TINY} numbers",
-            "overlap": f"{how}; products and a gather, one after the other and at once",
-            "relative_cost": f"{how_line}, in a ring of all ranks: bytes, over those of an all-gather",
-            "relative_latency": f"{how_line}, in a ring of all ranks: the rest, over that of an all-gather",
-            "units": "torch" if on_gpu else "1: gemm_by_size is measured",
-            "intra_gbs": how_intra if table else "not measured, a node has one process: 1 stands for nothing",
-            "inter_gbs": f"{how_inter}; {how}",
-            "latency_us": f"{how_line}: the part that is not bytes, of gathers by 2 and by {local} ranks",
-        },
+        "intra_gbs": links.inside or 1.0,
+        "inter_gbs": links.between,
+        "latency_us": {name: latency * 1e6 for name, latency in links.latency.items()},
+        "sources": _sources(device, local, payloads, how, how_peak, links),
+    }
+
+
+def _rings(local: int) -> list[tuple[int, int]]:
+    """(stride, ranks) of every ring inside a node."""
+    return [(stride, ranks) for ranks in divisors(local)[1:] for stride in divisors(local // ranks)]
+
+
+def _time_all(local: int, full: str, payloads: tuple[int, int], device: torch.device, seconds: float) -> Timings:
+    """Time products, attention, copies and collectives. `full`: name of the ring of all ranks."""
+    timings = Timings(device)
+    _add_compute(timings, device)
+    if full == "world":
+        _add_collectives(timings, "all_gather", full, world_group(), payloads, device)
+    # What latency and relative costs are made of comes first.
+    for stride, ranks in sorted(_rings(local), key=lambda ring: (ring[0] > 1, -ring[1])):
+        name, group = f"{stride}x{ranks}", _siblings(stride, ranks)
+        _add_collectives(timings, "all_gather", name, group, payloads, device, optional=name != f"1x{local}")
+    for kind in ("reduce_scatter", "all_to_all", "all_reduce") if dist.get_world_size() > 1 else ():
+        _add_collectives(timings, kind, full, world_group(), payloads, device)
+    timings.run(PASSES, seconds)
+    return timings
+
+
+class _LinkFigures(NamedTuple):
+    """Figures of the links: GB/s by ring inside a node, GB/s between nodes, seconds of start-up and steps by key of
+    latency_us, and how those between nodes were found; names of rings that there was no time for."""
+
+    inside: dict[str, float]
+    between: float
+    latency: dict[str, float]
+    how_between: str
+    skipped: list[str]
+
+
+def _link_figures(timings: Timings, local: int, full: str, payloads: tuple[int, int]) -> _LinkFigures:
+    """Figures of the links from the timings of gathers."""
+    skipped = sorted({name.split()[1] for name in timings.missing})
+    lines = {
+        (stride, ranks): _line(timings, "all_gather", f"{stride}x{ranks}", ranks, payloads)
+        for stride, ranks in sorted(_rings(local))
+        if f"{stride}x{ranks}" not in skipped
+    }
+    inside = {f"{stride}x{ranks}": line.bandwidth / 1e9 for (stride, ranks), line in lines.items()}
+    base, step = _latency({ranks: line.latency for (stride, ranks), line in lines.items() if stride == 1})
+    if full != "world":
+        how = "not measured, there is one node: the fastest ring in it"
+        latency = {"base": base, "intra": step, "inter": step}
+        return _LinkFigures(inside, max(inside.values(), default=1.0), latency, how, skipped)
+    world, nodes = dist.get_world_size(), dist.get_world_size() // local
+    through = _line(timings, "all_gather", full, world, payloads)
+    between = max(UNMEASURED, (through.latency - base - (world - nodes) * step) / (nodes - 1))
+    latency = {"base": base, "intra": step, "inter": between}
+    return _LinkFigures(inside, through.bandwidth / 1e9, latency, f"measured: one ring through {nodes} nodes", skipped)
+
+
+def _attention_rates(timings: Timings, device: torch.device) -> dict[str, float]:
+    """TFLOP/s of attention, forward and backward."""
+    heads, tokens, width = HEADS[device.type]
+    flops = 2 * heads * tokens**2 * width  # of the causal half
+    return {
+        "forward": flops / timings.seconds("attention") / 1e12,
+        "backward": ATTENTION_BACKWARD * flops / timings.beyond("attention and backward", "attention") / 1e12,
+    }
+
+
+def _sources(
+    device: torch.device, local: int, payloads: tuple[int, int], how: str, how_peak: str, links: _LinkFigures
+) -> dict[str, str]:
+    """Say where each number of the file comes from."""
+    how_inside = how + (f"; not measured for want of time: {', '.join(links.skipped)}" if links.skipped else "")
+    how_line = f"{how}; what collectives of {payloads[0]} and {payloads[1]} bytes add to a product"
+    on_gpu, width = device.type == "cuda", SIZES[device.type][-1]
+    return {
+        "gpus_per_node": how,
+        "peak_tflops": how_peak,
+        "gemm_tflops": f"{how}; products of Linears, {width} wide, on the best number of tokens",
+        "gemm_fraction": "1: gemm_by_size is measured",
+        "gemm_by_size": f"{how}; products of Linears, {width} wide, by tokens, all processes at once",
+        "attention_tflops": f"{how}; scaled_dot_product_attention, causal, {HEADS[device.type][1]} tokens, heads of "
+        f"{HEADS[device.type][2]}",
+        "memory_gib": "torch" if on_gpu else "the host's memory, divided by its processes",
+        "memory_gbs": f"{how}; a copy, read and written",
+        "memory_fraction": "1: memory_gbs is measured",
+        "kernel_us": f"{how}; adding one to {TINY} numbers",
+        "overlap": f"{how}; products and a gather, one after the other and at once",
+        "relative_cost": f"{how_line}, in a ring of all ranks: bytes, over those of an all-gather",
+        "relative_latency": f"{how_line}, in a ring of all ranks: the rest, over that of an all-gather",
+        "units": "torch" if on_gpu else "1: gemm_by_size is measured",
+        "intra_gbs": how_inside if links.inside else "not measured, a node has one process: 1 stands for nothing",
+        "inter_gbs": f"{links.how_between}; {how}",
+        "latency_us": f"{how_line}: the part that is not bytes, of gathers by 2 and by {local} ranks",
     }
 
 
@@ -277,12 +315,15 @@ def _add_collectives(
 
 
 def _elements(payload: int, ranks: int) -> int:
-    """Of a rank's block of float32."""
+    """Elements of a rank's block of float32."""
     return max(1, payload // 4 // ranks)
 
 
 def _line(timings: Timings, kind: str, name: str, ranks: int, payloads: tuple[int, int]) -> Line:
-    """Of p blocks an all-gather, a reduce-scatter and an all-to-all send p - 1, an all-reduce twice that."""
+    """The line of a collective through its short and its long payload.
+
+    Of p blocks an all-gather, a reduce-scatter and an all-to-all send p - 1, an all-reduce twice that.
+    """
     times = 2 if kind == "all_reduce" else 1
     points = [
         (4 * times * (ranks - 1) * _elements(payload, ranks), timings.beyond(f"{kind} {name} {payload}", "between"))
@@ -302,7 +343,7 @@ def _latency(steps: dict[int, float]) -> tuple[float, float]:
 
 
 def _relative(timings: Timings, full: str, payloads: tuple[int, int]) -> tuple[dict[str, float], dict[str, float]]:
-    """By kind, seconds a byte and latency over all ranks, over those of an all-gather."""
+    """Seconds a byte, and latency, of each kind over all ranks, over those of an all-gather."""
     world = dist.get_world_size()
     if world == 1:
         return {}, {}

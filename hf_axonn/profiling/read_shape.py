@@ -1,6 +1,6 @@
-"""The planner's numbers of a model whose type it does not know by name: read from its modules, built without weights.
+"""Reads the planner's numbers of any model: by its config, or from its modules, built without weights.
 
-    read_shape("DIR")          load_shape of catalog.py, and for a type that is not in its FAMILIES what is said here
+    read_shape("DIR")          load_shape of planner/dense.py; a type that is not in its FAMILIES is built
     read_shape("org/model")    the config of a model on the hub
 
 The model is built on the meta device, which takes no memory, and its shape is found there (trace.py).
@@ -13,15 +13,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.planner.model.catalog import FAMILIES, load_shape, shape_from_config
-from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.dense import FAMILIES, load_shape, shape_from_config
+from hf_axonn.planner.shapes import ModelShape
 
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def read_shape(model: str) -> Stack:
-    """The shape of a model, by a name of the paper, a config.json or its directory, or its name on the hub.
+def read_shape(model: str) -> ModelShape:
+    """Read the shape of a model, by a name of the paper, a config.json or its directory, or its name on the hub.
 
     Raises:
         ValueError: there is no such model, or a shape cannot describe it; the message says why.
@@ -36,11 +36,11 @@ def read_shape(model: str) -> Stack:
         config = _config(path)
         if config is None or config.get("model_type") in (None, *FAMILIES):
             raise
-    return built_shape(config, str(path))
+    return build_shape(config, str(path))
 
 
 def _hub_config(name: str) -> dict[str, Any]:
-    """The config.json of a model on the hub, or in its cache."""
+    """Read the config.json of a model on the hub, or in its cache."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -60,18 +60,18 @@ def _config(path: Path) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def shape_of(config: dict[str, Any]) -> Stack:
-    """The shape of a config's contents, of any type.
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    """Read the shape of a config's contents, of any type.
 
     Raises:
         ValueError: as `read_shape`.
     """
     known = config.get("model_type") in FAMILIES
-    return shape_from_config(config) if known else built_shape(config)
+    return shape_from_config(config) if known else build_shape(config)
 
 
-def built_shape(config: dict[str, Any], name: str = "config") -> Stack:
-    """The shape of a config's contents, of a model that Transformers can build.
+def build_shape(config: dict[str, Any], name: str = "config") -> ModelShape:
+    """Build a model of a config's contents on the meta device, and trace its shape.
 
     Raises:
         ValueError: Transformers does not know the type, the model is not sharded by blocks, or a shape cannot describe
@@ -80,7 +80,7 @@ def built_shape(config: dict[str, Any], name: str = "config") -> Stack:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hf_axonn.planner.tracing.trace import found_shape
+    from hf_axonn.profiling.trace import trace_shape
 
     kind = config["model_type"]
     try:
@@ -90,7 +90,7 @@ def built_shape(config: dict[str, Any], name: str = "config") -> Stack:
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise ValueError(f"the config {name}: model_type is {kind!r}, which cannot be built: {error}") from None
     try:
-        return found_shape(model)
+        return trace_shape(model)
     except ValueError as error:
         raise ValueError(
             f"the config {name}: model_type is {kind!r}, which the planner cannot describe: {error} For a rough plan "

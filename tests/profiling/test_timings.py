@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.planner.measure import timings
-from hf_axonn.planner.measure.timings import UNMEASURED, Line, Timings
+from hf_axonn.profiling import timings
+from hf_axonn.profiling.timings import UNMEASURED, Line, Timings
 from tests.helpers.ranks import run_ranks
 
 

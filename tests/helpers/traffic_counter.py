@@ -1,4 +1,4 @@
-"""Counting the collectives that really run, in the terms of planner/traffic/volumes.py.
+"""Counts the collectives that really run, in the terms of planner/traffic/volumes.py.
 
 with count_traffic(grid) as counter:
     model(**batch).loss.backward()
@@ -22,7 +22,7 @@ from hf_axonn.topology.grid import AXES, Grid
 
 
 class TrafficCounter:
-    """What this rank has issued, by phase, kind and axes, in `ledger`.
+    """The collectives that this rank has issued, by phase, kind and axes, in `ledger`.
 
     The phase is backward while autograd runs (a checkpointed layer that runs again belongs to it), but reductions
     over `data` are of gradients whenever they run; else it is forward, or what `during` says.

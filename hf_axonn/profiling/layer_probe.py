@@ -1,4 +1,4 @@
-"""In which order the parts of a decoder layer run, found by running the model without values.
+"""Probes the order in which the parts of a decoder layer run, by running the model without values.
 
 A checkpointed layer runs again in backward, but only up to the last tensor that backward needs: where the last part
 of a layer is followed by nothing that saves one, the collectives after its last product are not repeated. That is a
@@ -28,7 +28,7 @@ from hf_axonn.layers.moe import is_experts
 
 
 ROWS, TOKENS = 2, 8
-# What only values could tell.
+# Answers to questions about values.
 ANSWERS = {Tensor.item: 1, Tensor.__int__: 1, Tensor.__bool__: True, Tensor.__contains__: False}
 # Functions, and methods of tensors, whose inputs autocast narrows.
 PRODUCTS = set("linear matmul __matmul__ mm addmm bmm baddbmm einsum conv1d scaled_dot_product_attention".split())
@@ -36,7 +36,7 @@ PRODUCTS = set("linear matmul __matmul__ mm addmm bmm baddbmm einsum conv1d scal
 
 @dataclass
 class LayerTrace:
-    """What was seen of one layer, or outside of all of them.
+    """Trace of one layer, or of what runs outside of all of them.
 
     Attributes:
         parts: names of rows (each stands for its block), of experts, and of Linears on their own, in the order in
@@ -56,8 +56,8 @@ class LayerTrace:
 
 
 class _OnMeta(TorchFunctionMode):
-    """What the meta device lacks: autocast (inputs of products become bfloat16), and values (every number is
-    1, and one element of a tensor is not zero)."""
+    """Adds what the meta device lacks: autocast (inputs of products become bfloat16), and values (every number is 1,
+    and one element of a tensor is not zero)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ANSWERS:
@@ -76,7 +76,7 @@ def _narrow(value: Any) -> Any:
 
 
 def probe_layers(model: PreTrainedModel, plan: ShardingPlan, layers: list[str], alone: set[str]) -> LayerProbe:
-    """What each of `layers` does, and what runs outside of them.
+    """Trace each of `layers`, and what runs outside of them.
 
     Args:
         model: on the meta device; it is unchanged afterwards.
@@ -143,29 +143,29 @@ class LayerProbe:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Until the end of the context."""
+        """Hook the modules until the end of the context."""
         handles: list[RemovableHandle] = []
         stubbed: list[nn.Module] = []
         head = output_embedding(self.model)
         try:
             for name, module in self.model.named_modules():
-                handles.append(module.register_forward_hook(partial(self._ran, name)))
+                handles.append(module.register_forward_hook(partial(self._note_run, name)))
                 if name in self.layers:
                     handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
                     handles.append(module.register_forward_hook(self._end))
                 if name in self.rows:
-                    handles.append(module.register_forward_hook(partial(self._ended, name)))
+                    handles.append(module.register_forward_hook(partial(self._end_part, name)))
                 if name in self.alone:
-                    handles.append(module.register_forward_hook(partial(self._called, name)))
+                    handles.append(module.register_forward_hook(partial(self._note_call, name)))
                 if name in self.plan.full_sequence:
-                    handles.append(module.register_forward_hook(partial(self._passed, name), with_kwargs=True))
+                    handles.append(module.register_forward_hook(partial(self._note_module, name), with_kwargs=True))
                 if is_experts(module):
                     stubbed.append(module)
                     self.trained |= {id(parameter) for parameter in module.parameters()}
                     module.forward = partial(self._stub, name)
             if head is not None:
                 handles.append(head.register_forward_hook(self._head))
-            with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
                 yield
         finally:
             for handle in handles:
@@ -173,7 +173,7 @@ class LayerProbe:
             for module in stubbed:
                 del module.forward
 
-    def _ran(self, name: str, _module: nn.Module, args: tuple[Any, ...], _output: Any) -> None:
+    def _note_run(self, name: str, _module: nn.Module, args: tuple[Any, ...], _output: Any) -> None:
         self.ran[name] = args[0].numel() if args and isinstance(args[0], Tensor) else 0
 
     def _begin(self, name: str, *_: Any) -> None:
@@ -185,27 +185,27 @@ class LayerProbe:
     def _end(self, *_: Any) -> None:
         self.current = self.outside
 
-    def _ended(self, name: str, *_: Any) -> None:
+    def _end_part(self, name: str, *_: Any) -> None:
         self.current.parts.append(name)
         self.current.saved = False
 
     def _head(self, _module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
         self.narrow = args[0].dtype == torch.bfloat16
 
-    def _saved(self, tensor: Tensor) -> Tensor:
+    def _note_saved(self, tensor: Tensor) -> Tensor:
         self.current.saved = True
         return tensor
 
-    def _called(self, name: str, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+    def _note_call(self, name: str, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         (given,) = args
         inputs = Fraction(given.numel() // linear_size(linear)[1], ROWS * TOKENS)
         self.current.calls[name] = (inputs, given.dtype == torch.bfloat16)
         for tensor, reached in ((output, self.outputs), (given, self.inputs)):
             if tensor.requires_grad:
                 tensor.register_hook(partial(_note, reached, name))
-        self._ended(name)
+        self._end_part(name)
 
-    def _passed(
+    def _note_module(
         self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         shape = split_hidden_states(args, kwargs)[0].shape
@@ -214,7 +214,7 @@ class LayerProbe:
         self.current.unsharded[name] = (len(given), output.dtype == torch.bfloat16)
 
     def _stub(self, name: str, hidden: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
-        """In place of experts, which look at values: hidden states pass, and how they are routed is written down."""
+        """Stand in for experts, which look at values: let hidden states pass, and note how they are routed."""
         routing = (*routing, *named.values())
         if len(routing) == 2:
             choices, weights = sorted(routing, key=lambda tensor: tensor.is_floating_point())
@@ -222,7 +222,7 @@ class LayerProbe:
             self.current.routing[name] = (choices.shape[-1], dtype)
         # Backward comes to the router by the sum.
         output = sum((tensor.sum() for tensor in routing if tensor.is_floating_point()), hidden.clone())
-        self._ended(name)
+        self._end_part(name)
         return output
 
 

@@ -1,4 +1,4 @@
-"""Timing what all ranks of the world do together, so that what disturbs the machine disturbs no timing alone.
+"""Times actions of all ranks together, in passes, so that no disturbance of the machine spoils one timing alone.
 
 Every pass over the actions times each of them once; medians of the passes count. A disturbance of some seconds then
 spoils one pass of many actions and not all timings of one.
@@ -22,7 +22,7 @@ from hf_axonn.distributed.collectives import barrier, reduce_
 # milliseconds, and what is shorter than a turn would seem to have a core to itself.
 LONG = 0.1
 MOST_REPEATS = 10_000
-UNMEASURED = 1e-6  # seconds of what came out below what a clock can tell
+UNMEASURED = 1e-6  # seconds of what is too short for the clock
 
 
 def world_group() -> ProcessGroup:
@@ -54,7 +54,7 @@ class Timings:
         self.missing: list[str] = []
 
     def add(self, name: str, action: Callable[[], Any], *, optional: bool = False) -> None:
-        """Enter an action, the same on every rank. An optional one may be left out for want of time."""
+        """Add an action, the same on every rank. An optional one may be skipped for want of time."""
         self._actions[name] = action
         if optional:
             self._optional.add(name)

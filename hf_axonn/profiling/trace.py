@@ -1,6 +1,6 @@
-"""The planner's numbers of a model that is there: its plan, its parameters, and what it does when it runs.
+"""Traces the planner's numbers of a built model: its sharding plan, its parameters, and what runs in which order.
 
-    found_shape(model)     the Stack (planner/model/stack.py) of a model on the meta device
+    trace_shape(model)   -> the ModelShape (planner/shapes.py) of a model on the meta device
 
 The shape is taken only where it has as many parameters as the model, so that what it cannot express is refused and not
 guessed.
@@ -24,23 +24,23 @@ from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.compat.transformers import has_causal_lm_loss, input_embedding, output_embedding, text_config
 from hf_axonn.engine.linears import is_linear, linear_size
 from hf_axonn.layers.moe import expert_weights, is_experts
-from hf_axonn.planner.model.stack import (
-    Block,
-    Call,
-    Experts,
-    Layer,
+from hf_axonn.planner.shapes import (
+    BlockShape,
+    ExpertsShape,
+    LayerShape,
+    LinearCall,
     LinearShape,
-    Stack,
-    Table,
+    ModelShape,
+    TableShape,
     UnshardedModule,
-    Weight,
+    WeightShape,
 )
-from hf_axonn.planner.tracing.layer_probe import TOKENS, LayerProbe, LayerTrace, probe_layers
+from hf_axonn.profiling.layer_probe import TOKENS, LayerProbe, LayerTrace, probe_layers
 from hf_axonn.topology.weight_kind import WeightKind
 
 
-def found_shape(model: PreTrainedModel) -> Stack:
-    """The shape of a model on the meta device, which is unchanged.
+def trace_shape(model: PreTrainedModel) -> ModelShape:
+    """Trace the shape of a model on the meta device, which is unchanged.
 
     Raises:
         ValueError: the model cannot be run without values, or does what no shape can say.
@@ -54,7 +54,7 @@ def found_shape(model: PreTrainedModel) -> Stack:
         raise ValueError("its embedding or its head is not a plain one.")
     if not has_causal_lm_loss(model):
         raise ValueError("its loss is not that of Transformers' causal LMs.")
-    layers = plan.layers if not plan.reason else _checkpointed(model)
+    layers = plan.layers if not plan.reason else _find_checkpointed(model)
     if not layers:
         raise ValueError("it has no decoder layers.")
     layout = choose_layout(model, plan, y=2, wanted="auto")
@@ -62,7 +62,7 @@ def found_shape(model: PreTrainedModel) -> Stack:
     probe = probe_layers(model, plan, layers, alone)
     finder = _Finder(model, plan, kinds, set(layout.norms), probe, alone)
     vocab, hidden = table.shape
-    shape = Stack(
+    shape = ModelShape(
         runs=tuple(_runs([finder.layer(name, probe.layers[name]) for name in layers])),
         hidden=hidden,
         vocab=vocab,
@@ -102,7 +102,7 @@ def _alone(model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind]) -
 
 
 def _notes(model: nn.Module, plan: ShardingPlan, alone: set[str]) -> Iterator[str]:
-    """What of a model is only estimated, or left out."""
+    """Yield notes on what a plan only estimates of a model, or leaves out."""
     names = {module: name for name, module in model.named_modules()}
     read = sorted({names[linear].rpartition(".")[2] for reader in find_readers(model)[0] for linear in reader.read})
     read = [name for name in read if any(path.endswith(f".{name}") for path in alone)]
@@ -121,7 +121,7 @@ def _notes(model: nn.Module, plan: ShardingPlan, alone: set[str]) -> Iterator[st
         )
 
 
-def _checkpointed(model: nn.Module) -> list[str]:
+def _find_checkpointed(model: nn.Module) -> list[str]:
     """Names of the layers that gradient checkpointing runs again, where a plan knows of none."""
     found: list[str] = []
     for name, module in model.named_modules():
@@ -130,8 +130,8 @@ def _checkpointed(model: nn.Module) -> list[str]:
     return found
 
 
-def _runs(layers: list[Layer]) -> list[tuple[Layer, int]]:
-    runs: list[tuple[Layer, int]] = []
+def _runs(layers: list[LayerShape]) -> list[tuple[LayerShape, int]]:
+    runs: list[tuple[LayerShape, int]] = []
     for layer in layers:
         if runs and runs[-1][0] == layer:
             runs[-1] = (layer, runs[-1][1] + 1)
@@ -141,7 +141,7 @@ def _runs(layers: list[Layer]) -> list[tuple[Layer, int]]:
 
 
 class _Finder:
-    """What is found of a model's layers.
+    """Finds the shapes of a model's layers.
 
     Attributes:
         idle: elements of parameters that are sharded and get no gradient.
@@ -168,13 +168,13 @@ class _Finder:
         outer = [module for module in (input_embedding(model), output_embedding(model)) if module is not None]
         self.seen = {id(parameter) for module in outer for parameter in module.parameters()}
 
-    def layer(self, name: str, trace: LayerTrace) -> Layer:
+    def layer(self, name: str, trace: LayerTrace) -> LayerShape:
         """One decoder layer."""
         parts = self._parts(trace)
         names = [path for path in self.modules if path == name or path.startswith(f"{name}.")]
         return replace(self._weights(names), parts=tuple(parts), ends=None if trace.saved else len(parts) - 1)
 
-    def tables(self, hidden: int) -> Iterator[Table]:
+    def tables(self, hidden: int) -> Iterator[TableShape]:
         """Embeddings [rows, hidden] beside that of tokens."""
         for name, module in self.modules.items():
             if not isinstance(module, nn.Embedding):
@@ -189,10 +189,10 @@ class _Finder:
             elif cols != hidden:
                 raise ValueError(f"{name} is an embedding of {cols} features.")
             else:
-                yield Table(kind, rows, self.probe.ran.get(name) == TOKENS)
+                yield TableShape(kind, rows, self.probe.ran.get(name) == TOKENS)
 
-    def outside(self, trace: LayerTrace) -> Layer | None:
-        """What has parameters outside of the layers, but for the vocabulary, the head and the table of positions."""
+    def outside(self, trace: LayerTrace) -> LayerShape | None:
+        """Modules with parameters outside of the layers, but for vocabulary, head and the table of positions."""
         names = [
             path
             for path, module in self.modules.items()
@@ -202,9 +202,9 @@ class _Finder:
         found = replace(self._weights(names), parts=tuple(self._parts(trace)), norms=0)
         return found if found.weights or found.replicated or found.parts else None
 
-    def _weights(self, names: list[str]) -> Layer:
+    def _weights(self, names: list[str]) -> LayerShape:
         """The parameters of modules."""
-        weights: list[Weight] = []
+        weights: list[WeightShape] = []
         replicated: list[int] = []
         gathered: list[tuple[int, int, bool]] = []
         norms = routed = 0
@@ -222,18 +222,18 @@ class _Finder:
                     self.idle.append(parameter.numel())
                 elif kind == WeightKind.EXPERTS:
                     experts, rows, cols = parameter.shape
-                    weights.append(Weight(kind, rows, cols, experts))
+                    weights.append(WeightShape(kind, rows, cols, experts))
                 elif kind in (WeightKind.COLUMN, WeightKind.ROW, WeightKind.LINEAR):
-                    weights.append(Weight(kind, *self.linears[id(parameter)]))
+                    weights.append(WeightShape(kind, *self.linears[id(parameter)]))
                 elif kind == WeightKind.GATHERED:
                     rows, cols = parameter.shape[0], parameter[0].numel()
                     gathered.append((rows, cols, path in self.within and not self.plan.is_full(path)))
-                    weights.append(Weight(kind, rows, cols))
+                    weights.append(WeightShape(kind, rows, cols))
                 elif kind != WeightKind.VOCABULARY:
                     replicated.append(parameter.numel())
                 if kind in (WeightKind.GATHERED, WeightKind.REPLICATED) and on_stream and parameter.dim() == 2:
                     routed += 0 if is_experts(module) else parameter.shape[0]
-        return Layer(
+        return LayerShape(
             parts=(),
             norms=norms,
             weights=tuple(weights),
@@ -242,9 +242,9 @@ class _Finder:
             routed=routed,
         )
 
-    def _parts(self, trace: LayerTrace) -> list[Block | Experts | UnshardedModule]:
+    def _parts(self, trace: LayerTrace) -> list[BlockShape | ExpertsShape | UnshardedModule]:
         """Blocks, experts and groups of Linears on their own, in the order in which they ended."""
-        parts: list[Block | Experts | UnshardedModule] = []
+        parts: list[BlockShape | ExpertsShape | UnshardedModule] = []
         for around, names in groupby(trace.parts, self._around):
             if around is None:
                 parts += [self._part(name, trace) for name in names]
@@ -260,11 +260,11 @@ class _Finder:
             return None
         return next((path for path in self.plan.full_sequence if is_inside(name, [path])), "")
 
-    def _call(self, name: str, trace: LayerTrace) -> Call:
+    def _call(self, name: str, trace: LayerTrace) -> LinearCall:
         backward = (name in self.probe.outputs, name in self.probe.inputs)
-        return Call(LinearShape(*self.linears[id(self.modules[name].weight)]), *trace.calls[name], backward)
+        return LinearCall(LinearShape(*self.linears[id(self.modules[name].weight)]), *trace.calls[name], backward)
 
-    def _part(self, name: str, trace: LayerTrace) -> Block | Experts:
+    def _part(self, name: str, trace: LayerTrace) -> BlockShape | ExpertsShape:
         if name in self.blocks:
             return self._block(self.blocks[name])
         # Llama 4's experts do not get the choices.
@@ -272,18 +272,18 @@ class _Finder:
         return _experts(self.modules[name], trace.routing.get(name), chosen)
 
     def _window(self, module: nn.Module) -> int:
-        """What attention looks back over: its own number, or that of all layers where the config has but one."""
+        """Sliding window of attention: its own, or that of all layers where the config has but one; 0 for none."""
         config = text_config(self.model)
         everywhere = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
         return getattr(module, "sliding_window", everywhere) or 0
 
-    def _block(self, plan: BlockPlan) -> Block:
+    def _block(self, plan: BlockPlan) -> BlockShape:
         def linear(name: str) -> LinearShape:
             module = self.modules[name]
             return LinearShape(*linear_size(module), module.bias is not None)
 
         down = [name for name in plan.latent if is_linear(self.modules[name])]
-        return Block(
+        return BlockShape(
             columns=tuple(linear(name) for name in plan.columns),
             segments=plan.segments,
             row=linear(plan.row),
@@ -296,9 +296,9 @@ class _Finder:
         )
 
 
-def _experts(module: Any, routing: tuple[int, str] | None, configured: int) -> Experts:
+def _experts(module: Any, routing: tuple[int, str] | None, configured: int) -> ExpertsShape:
     chosen, dtype = routing or (configured, "wide")
-    return Experts(
+    return ExpertsShape(
         number=module.num_experts,
         chosen=chosen,
         weights=tuple(LinearShape(*getattr(module, name).shape[1:]) for name in expert_weights(module)),

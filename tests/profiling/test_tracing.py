@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn.cli.main import main
-from hf_axonn.planner.model.catalog import FAMILIES, shape_from_config
-from hf_axonn.planner.model.stack import Block, Experts, LinearShape, UnshardedModule
-from hf_axonn.planner.tracing.read_shape import built_shape, read_shape
+from hf_axonn.planner.dense import FAMILIES, shape_from_config
+from hf_axonn.planner.shapes import BlockShape, ExpertsShape, LinearShape, UnshardedModule
+from hf_axonn.profiling.read_shape import build_shape, read_shape
 
 
 SIZES = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, vocab_size=131)
@@ -22,7 +22,7 @@ KNOWN = ("llama", "qwen2", "qwen3", "gemma2", "starcoder2", "phi3")  # read both
 @pytest.mark.parametrize("kind", KNOWN)
 def test_modules_say_what_the_families_say(kind):
     config = AutoConfig.for_model(kind, **SIZES, head_dim=8).to_dict()
-    built, known = built_shape(config), shape_from_config(config)
+    built, known = build_shape(config), shape_from_config(config)
     (layer, count), (same, layers) = built.runs[0], known.runs[0]
     assert (count, layer.parts, layer.norms, layer.ends) == (layers, same.parts, same.norms, same.ends)
     # In the order of the model here, of the blocks there.
@@ -52,10 +52,10 @@ def test_a_type_that_is_not_known_by_name_is_built(kind, tmp_path):
 def test_a_mixture_by_hand():
     """Two of four experts on each token: 3 * 48 * 24 a piece, chosen by a router [4, 48]; all with their own norms."""
     config = AutoConfig.for_model("mixtral", **SIZES | {"intermediate_size": 24}, num_local_experts=4)
-    shape = built_shape(config.to_dict())
+    shape = build_shape(config.to_dict())
     ((layer, count),) = shape.runs
     attention, experts = layer.parts
-    assert count == 3 and attention.query == 6 and isinstance(experts, Experts)
+    assert count == 3 and attention.query == 6 and isinstance(experts, ExpertsShape)
     assert (experts.number, experts.chosen, experts.weights) == (4, 2, (LinearShape(48, 48), LinearShape(48, 24)))
     assert layer.routed == 4 and not shape.features  # a router works on whole tokens
     linears = 2 * 48 * 48 + 2 * 48 * 24
@@ -68,22 +68,22 @@ def test_layers_that_differ_are_runs():
     sizes = SIZES | dict(num_key_value_heads=6, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     sizes |= dict(n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16)
     sizes |= dict(qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
-    shape = built_shape(AutoConfig.for_model("deepseek_v3", **sizes).to_dict())
+    shape = build_shape(AutoConfig.for_model("deepseek_v3", **sizes).to_dict())
     (dense, one), (sparse, two) = shape.runs
     assert (one, two, shape.depth) == (1, 2, 3) and shape.kinds[0] == (sparse, 2)
-    assert len(dense.parts) == 2 and [type(part) for part in sparse.parts] == [Block, Experts, Block]
+    assert len(dense.parts) == 2 and [type(part) for part in sparse.parts] == [BlockShape, ExpertsShape, BlockShape]
     latent = dense.parts[0]
     assert (latent.down, latent.rotary) == ((LinearShape(24, 48), LinearShape(16, 48)), 8)
     assert (latent.query_features, latent.value_features) == (6 * 16, 6 * 8)
 
 
 def test_what_needs_whole_sequences_is_noted():
-    shape = built_shape(
+    shape = build_shape(
         AutoConfig.for_model("codegen", **SIZES | {"num_attention_heads": 4, "rotary_dim": 4}).to_dict()
     )
     (note,) = shape.notes
     assert note.startswith("modules that need full sequences (attn) are estimated by their Linears")
-    loose = built_shape(AutoConfig.for_model("bitnet", **SIZES).to_dict())
+    loose = build_shape(AutoConfig.for_model("bitnet", **SIZES).to_dict())
     assert loose.loose and len(loose.notes) == 1 and loose.notes[0].startswith("it is sharded Linear by Linear")
     assert {type(part) for layer, _ in loose.runs for part in layer.parts} == {UnshardedModule}
 
@@ -111,7 +111,7 @@ def test_a_block_that_runs_twice_is_refused(monkeypatch):
     once = StableLmMLP.forward
     monkeypatch.setattr(StableLmMLP, "forward", lambda self, hidden: once(self, once(self, hidden)))
     with pytest.raises(ValueError, match="it runs .*mlp.* more than once"):
-        built_shape(AutoConfig.for_model("stablelm", **SIZES).to_dict())
+        build_shape(AutoConfig.for_model("stablelm", **SIZES).to_dict())
 
 
 def test_a_plan_of_a_mixture(tmp_path, capsys):
@@ -125,5 +125,3 @@ def test_a_plan_of_a_mixture(tmp_path, capsys):
     # q, k and v; o; the experts of this rank in one.
     assert layer["layers"] == 32 and len(layer["gathers"]) == 3
     assert 0.1 < first["mfu"] < first["hfu"] < 0.6
-    assert main([*command, "--batch-tokens", "4.2M", "--seq", "4096", "--paper"]) == 2
-    assert "the paper's equations are of layers that are alike" in capsys.readouterr().err

@@ -1,20 +1,24 @@
-"""A decoder as the engine shards it (architectures/plan.py), in plain numbers: layers, and in them blocks and experts.
+"""A decoder as the engine shards it (architectures/plan.py), in plain numbers, and a rank's share of it.
 
-Stack     runs of decoder layers that are alike, and what stands around them
-Layer     the parts of one decoder layer, its norms, and every parameter
-Block     attention or MLP: column layers and the row layer that ends it; latent attention makes latents first
-Experts   the experts of a mixture
+ModelShape     runs of decoder layers that are alike, and what stands around them
+LayerShape     the parts of one decoder layer, its norms, and every parameter
+BlockShape     attention or MLP: column layers and the row layer that ends it; latent attention makes latents first
+ExpertsShape   the experts of a mixture
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
-from hf_axonn.topology.weight_kind import WeightKind
+from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.local_slices import slices_at
+from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
 
 
 class LinearShape(NamedTuple):
@@ -26,7 +30,7 @@ class LinearShape(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class BlockShape:
     """Attention or MLP.
 
     Args:
@@ -58,12 +62,12 @@ class Block:
 
     @property
     def gated(self) -> bool:
-        """Whether an MLP multiplies two column layers (gate and up), or has one."""
+        """True if an MLP multiplies two column layers (gate and up), False if it has one."""
         return sum(linear.rows for linear in self.columns) == 2 * self.row.cols
 
     @property
     def packed(self) -> bool:
-        """Whether one Linear makes several things."""
+        """True if one Linear makes several projections."""
         return any(len(segments) > 1 for segments in self.segments)
 
     @property
@@ -98,7 +102,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class ExpertsShape:
     """The experts of one layer (layers/moe.py).
 
     Args:
@@ -116,7 +120,7 @@ class Experts:
     sorted: bool = False
 
     def groups(self) -> list[tuple[WeightKind, tuple[LinearShape, ...]]]:
-        """As of `Block`: they are gathered together."""
+        """(kind, weights) of the one group: they are gathered together."""
         return [(WeightKind.EXPERTS, self.weights)]
 
     def flops(self) -> int:
@@ -124,7 +128,7 @@ class Experts:
         return 2 * self.chosen * sum(weight.rows * weight.cols for weight in self.weights)
 
 
-class Call(NamedTuple):
+class LinearCall(NamedTuple):
     """A Linear on its own, called once.
 
     Args:
@@ -150,12 +154,12 @@ class UnshardedModule:
         narrow: whether its output is in the compute dtype, else in that of parameters.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[LinearCall, ...]
     taken: int = 1
     narrow: bool = True
 
     def groups(self) -> list[tuple[WeightKind, tuple[LinearShape, ...]]]:
-        """As of `Block`."""
+        """(kind, Linears) of each product."""
         return [(WeightKind.LINEAR, (call.linear,)) for call in self.calls]
 
     def flops(self) -> int:
@@ -163,7 +167,7 @@ class UnshardedModule:
         return int(2 * sum(call.inputs * call.linear.rows * call.linear.cols for call in self.calls))
 
 
-class Weight(NamedTuple):
+class WeightShape(NamedTuple):
     """A sharded parameter [rows, cols] and its kind; `experts`: the first dim of one that is [experts, rows, cols]."""
 
     kind: WeightKind
@@ -173,12 +177,12 @@ class Weight(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of the full parameter."""
+        """Elements of the full parameter."""
         return self.experts * self.rows * self.cols
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class LayerShape:
     """One decoder layer.
 
     Args:
@@ -193,21 +197,21 @@ class Layer:
             product; None where there is no such part, as where a norm follows the last one.
     """
 
-    parts: tuple[Block | Experts | UnshardedModule, ...]
+    parts: tuple[BlockShape | ExpertsShape | UnshardedModule, ...]
     norms: int
-    weights: tuple[Weight, ...]
+    weights: tuple[WeightShape, ...]
     replicated: tuple[int, ...]
     gathered: tuple[tuple[int, int, bool], ...] = ()
     routed: int = 0
     ends: int | None = None
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[BlockShape, ...]:
         """Its attention and MLP blocks."""
-        return tuple(part for part in self.parts if isinstance(part, Block))
+        return tuple(part for part in self.parts if isinstance(part, BlockShape))
 
 
-class Table(NamedTuple):
+class TableShape(NamedTuple):
     """An embedding beside that of tokens, of positions or types: its kind (vocabulary, gathered, replicated), its
     rows, and whether all rows of the batch share what is looked up."""
 
@@ -217,7 +221,7 @@ class Table(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
+class ModelShape:
     """A decoder-only model: `runs` of decoder layers that are alike, and what is around them.
 
     Args:
@@ -233,36 +237,36 @@ class Stack:
         outside: what runs after the layers, once
         idle: elements of each parameter that is sharded and gets no gradient
         begins, ends: whether it has the embeddings; whether it has the last norm, head and loss. What a rank of a
-            pipeline has is a Stack of its own (planner/stages.py)
+            pipeline has is a ModelShape of its own (planner/stages.py)
         context: tokens of a sequence that the config allows; 0: not said
         notes: what a plan leaves out or only estimates, for its reader
     """
 
-    runs: tuple[tuple[Layer, int], ...]
+    runs: tuple[tuple[LayerShape, int], ...]
     hidden: int
     vocab: int
     tied: bool = False
     head_bias: bool = False
     centered: bool = False
     final: tuple[int, ...]
-    tables: tuple[Table, ...] = ()
+    tables: tuple[TableShape, ...] = ()
     features: bool = True
     ends_full: bool = False
     ends_narrow: bool = False
     loose: bool = False
-    outside: Layer | None = None
+    outside: LayerShape | None = None
     idle: tuple[int, ...] = ()
     begins: bool = True
     ends: bool = True
     context: int = 0
     notes: tuple[str, ...] = ()
 
-    # A planner asks a thousand times.
+    # A search reads these a thousand times.
 
     @cached_property
-    def kinds(self) -> tuple[tuple[Layer, int], ...]:
+    def kinds(self) -> tuple[tuple[LayerShape, int], ...]:
         """(layer, how many) of every kind of layer, the most frequent first."""
-        found: Counter[Layer] = Counter()
+        found: Counter[LayerShape] = Counter()
         for layer, count in self.runs:
             found[layer] += count
         return tuple(found.most_common())
@@ -273,7 +277,7 @@ class Stack:
         return sum(count for _, count in self.runs)
 
     @cached_property
-    def everything(self) -> tuple[tuple[Layer, int], ...]:
+    def everything(self) -> tuple[tuple[LayerShape, int], ...]:
         """`runs`, and what is outside of them."""
         return self.runs if self.outside is None else (*self.runs, (self.outside, 1))
 
@@ -287,12 +291,14 @@ class Stack:
         return [*found, *self.final, *([self.vocab] if self.head_bias else [])] if self.ends else found
 
     @cached_property
-    def weights(self) -> list[Weight]:
+    def weights(self) -> list[WeightShape]:
         """Every parameter that is sharded, in the order of the model."""
-        vocabulary = Weight(WeightKind.VOCABULARY, self.vocab, self.hidden)
+        vocabulary = WeightShape(WeightKind.VOCABULARY, self.vocab, self.hidden)
         found = [vocabulary]
         found += [
-            Weight(table.kind, table.rows, self.hidden) for table in self.tables if table.kind != WeightKind.REPLICATED
+            WeightShape(table.kind, table.rows, self.hidden)
+            for table in self.tables
+            if table.kind != WeightKind.REPLICATED
         ]
         found = found if self.begins else []
         for layer, count in self.everything:
@@ -301,8 +307,12 @@ class Stack:
 
     @property
     def has_head(self) -> bool:
-        """Whether it has a weight for the head, beside that of the embedding."""
+        """True if it has a weight for the head beside that of the embedding."""
         return self.ends and not (self.tied and self.begins)
+
+    def layout(self, grid: Grid) -> str:
+        """The layout of the residual stream that the engine takes, feature or token."""
+        return "feature" if self.features and grid.y > 1 else "token"
 
     def parameters(self) -> int:
         """Elements of all parameters; tied ones once."""
@@ -323,14 +333,14 @@ class Stack:
 
     @cached_property
     def weight_flops(self) -> int:
-        """Those of products with weights."""
+        """`flops` of products with weights."""
         return sum(
             count * (sum(part.flops() for part in layer.parts) + 2 * layer.routed * self.hidden)
             for layer, count in self.everything
         )
 
     def attention_flops(self, seq: float) -> int:
-        """Those of attention."""
+        """`flops` of attention."""
         return sum(
             count * round(4 * block.keys(seq) * (block.query_features + block.value_features))
             for layer, count in self.everything
@@ -349,3 +359,37 @@ class Stack:
             trained: share of the weights that are trained.
         """
         return (2 + trained) * (self.weight_flops + 2 * self.vocab * self.hidden) + 3 * self.attention_flops(seq)
+
+
+# A search reads the same shapes again and again.
+@functools.lru_cache(maxsize=65536)
+def _local_shape(
+    kind: WeightKind, shape: tuple[int, ...], sizes: tuple[int, ...], here: tuple[int, ...]
+) -> tuple[int, ...]:
+    dims = SHARDED_DIMS[kind][: len(sizes)]
+    return tuple(part.stop - part.start for part in slices_at(shape, dims, sizes, here))
+
+
+def shard_shape(kind: WeightKind, linear: LinearShape, grid: Grid, here: dict[str, int]) -> tuple[int, int]:
+    """(rows, cols) of a weight on the rank at `here`, gathered over z."""
+    rows, cols = _local_shape(kind, (linear.rows, linear.cols), (grid.y, grid.x), (here["y"], here["x"]))
+    return rows, cols
+
+
+def own_experts(number: int, grid: Grid, here: dict[str, int]) -> int:
+    """Experts of the rank at `here`."""
+    return _local_shape(WeightKind.EXPERTS, (number,), (grid.y, grid.x), (here["y"], here["x"]))[0]
+
+
+def own_elements(weight: WeightShape, grid: Grid, here: dict[str, int]) -> int:
+    """Elements of a parameter on the rank at `here`."""
+    experts = (weight.experts,) if weight.kind == WeightKind.EXPERTS else ()
+    sizes, coordinates = (grid.y, grid.x, grid.z), (here["y"], here["x"], here["z"])
+    return prod(_local_shape(weight.kind, (*experts, weight.rows, weight.cols), sizes, coordinates))
+
+
+def heads_repeat(block: BlockShape, grid: Grid) -> int:
+    """Number of ranks that compute the same attention because the heads do not divide, see topology/heads.py."""
+    if block.query % (grid.x * grid.y) == 0:
+        return 1
+    return grid.y if block.query % grid.x == 0 else grid.x * grid.y

@@ -1,0 +1,80 @@
+"""A job: a model to train, a batch, a machine, and the settings of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_axonn.planner.machine import Machine
+from hf_axonn.planner.shapes import ModelShape
+from hf_axonn.planner.step import BASES, StepSettings
+from hf_axonn.planner.time.pipeline import PIPELINES
+
+
+MOST_TOKENS = 10**10  # of a batch; more is a slip, and its divisors take long to find
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(StepSettings):
+    """A model to train, a batch, a machine, and the settings of its steps: `StepSettings` and those below. By default
+    in bf16 on fp32 weights, and with checkpointing.
+
+    Args:
+        shape, machine: the model and the machine.
+        sequences: samples of the full batch.
+        micro_batches: number of them; None: the fewest that fit.
+        attention: name of the attention kernel, of those of the machine; None: its first.
+        all_gather, reduce_scatter, all_reduce: the three overlaps.
+        pipeline, stages_per_rank: on grids with a pipeline one of PIPELINES, and V; None: the fastest of TRIED.
+    Raises:
+        ValueError: a size below 1, or an unknown base or pipeline.
+    """
+
+    shape: ModelShape
+    machine: Machine
+    sequences: int
+    checkpointing: bool = True
+    micro_batches: int | None = None
+    attention: str | None = None
+    all_gather: bool = True
+    reduce_scatter: bool = True
+    all_reduce: bool = True
+    pipeline: str | None = None
+    stages_per_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "seq"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but a batch has at least 1.")
+        if self.tokens > MOST_TOKENS:
+            raise ValueError(f"a batch of {self.tokens} tokens cannot be planned: at most {MOST_TOKENS} can.")
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise ValueError(f"micro_batches is {self.micro_batches}, but a step has at least 1.")
+        if self.base not in BASES:
+            raise ValueError(f"base is {self.base!r}, but it is one of {', '.join(BASES)}.")
+        if self.base != "full" and not self.lora:
+            raise ValueError(f"base is {self.base!r}, whose weights cannot be trained: give a rank of adapters, lora.")
+        if self.pipeline not in (None, *PIPELINES):
+            raise ValueError(f"pipeline is {self.pipeline!r}, but it is one of {', '.join(PIPELINES)}.")
+        if self.stages_per_rank is not None and self.stages_per_rank < 1:
+            raise ValueError(f"stages_per_rank is {self.stages_per_rank}, but a rank has at least 1 stage.")
+
+    @property
+    def pipeline_schedule(self) -> tuple[str, int]:
+        """The pipeline and the stages of a rank, of a job that names both."""
+        assert self.pipeline is not None and self.stages_per_rank is not None
+        return self.pipeline, self.stages_per_rank
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the full batch."""
+        return self.sequences * self.seq
+
+    def model_flops(self) -> float:
+        """FLOP of one step that the model asks for, as `ModelShape.model_flops`. Adapters are not counted."""
+        return self.tokens * self.shape.model_flops(self.seq, trained=0 if self.lora else 1)
+
+    def hardware_flops(self) -> float:
+        """`model_flops`, and those of layers that run again. For a GPT under checkpointing this is the formula of the
+        AxoNN paper, 96 B s L h^2 (1 + s / 6h + V / 16 L h)."""
+        again = self.tokens * self.shape.flops(self.seq) if self.checkpointing else 0
+        return self.model_flops() + again

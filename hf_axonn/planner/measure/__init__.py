@@ -1,1 +1,0 @@
-"""Measures a machine and counts the collectives of a step."""

@@ -1,1 +1,0 @@
-"""What the planner knows of a model: layers, sizes, numbers of parameters."""

@@ -1,1 +1,0 @@
-"""Reads a model's layers off the model itself, built on the meta device."""
