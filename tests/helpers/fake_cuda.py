@@ -146,7 +146,7 @@ def _really_isolated() -> Iterator[None]:
         yield
 
 
-_isolated = norm_probe.isolated
+_isolated = norm_probe.isolate
 
 
 @contextlib.contextmanager
