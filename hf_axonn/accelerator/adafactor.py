@@ -78,13 +78,9 @@ class GridAdafactor(Adafactor):
     def _state_of(self, group: dict, parameter: Tensor, grad: Tensor) -> dict:
         """Return the state of a parameter, made if there is none; what one process has saved is sharded."""
         state = self.state[parameter]
-        names = {}
         if not state:
             state.update(step=0, RMS=0)
-        if parameter.dim() >= 2:
-            names.update(FACTORS)
-        else:
-            names["exp_avg_sq"] = None
+        names: dict[str, int | None] = {**FACTORS} if parameter.dim() >= 2 else {"exp_avg_sq": None}
         if group["beta1"] is not None:
             names["exp_avg"] = None
         for name, left_out in names.items():

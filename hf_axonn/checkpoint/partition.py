@@ -10,6 +10,7 @@ A *box* is one (start, stop) for each dim of the global tensor.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,10 +53,7 @@ class SavedTensor:
 
     @property
     def numel(self) -> int:
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape)
 
     @property
     def full_box(self) -> Box:
@@ -129,9 +127,7 @@ class Writers:
         loads: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for name in sorted(tensors):
             axes = tensors[name].copy_axes()
-            copies = 1
-            for axis in axes:
-                copies *= getattr(grid, axis)
+            copies = math.prod(getattr(grid, axis) for axis in axes)
             pipe = tensors[name].pipe
             if pipe >= grid.pipe:
                 raise ValueError(f"{name} lies at pipe={pipe}, but the grid {grid} has no such ranks")

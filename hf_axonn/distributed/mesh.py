@@ -113,16 +113,9 @@ class GridMesh(GridPosition):
         Made from the groups above, so it opens no communicator of its own. It has no axis names: PEFT sizes adapters
         by the local shard on a named mesh.
         """
-        here = self.coordinates
-        ranks = torch.tensor(
-            [
-                [
-                    [self.grid.rank(**{**here, "z": z, "y": y, "x": x}) for z in range(self.grid.z)]
-                    for x in range(self.grid.x)
-                ]
-                for y in range(self.grid.y)
-            ]
-        )
+        grid, here = self.grid, self.coordinates
+        ranks = torch.arange(grid.size).view(grid.data, grid.pipe, grid.z, grid.x, grid.y)
+        ranks = ranks[here["data"], here["pipe"]].permute(2, 1, 0)
         mesh = unnamed_mesh([self._groups[(axis,)] for axis in WEIGHT_AXES], self.device_type, ranks)
         vars(mesh)["pipe"] = self.grid.pipe  # of all stages one has what lies on it
         return mesh

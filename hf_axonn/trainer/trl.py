@@ -142,9 +142,11 @@ def _add_fused_lm_head(
         if fused_lm_head and is_parallelized(self):
             _check(self, cast_lm_head_to_fp32, outputs)
             more = tuple(name for name in MORE if name in outputs)
-            return _output(self, kwargs, functools.partial(_ask_sharded, self, own, args, temperature, more))
+            ask = functools.partial(sharded_label_statistics, self, functools.partial(own, *args))
+            return _output(self, kwargs, functools.partial(ask, temperature=temperature, more=more))
         if isinstance(loss, CausalLMLoss) and set(ALWAYS) == set(outputs):
-            return _output(self, kwargs, functools.partial(_ask_plain, loss, theirs, args))
+            fused = functools.partial(theirs, *args, fused_lm_head=True)
+            return _output(self, kwargs, functools.partial(plain_label_statistics, loss, fused))
         return theirs(*args, fused_lm_head=fused_lm_head, **kwargs)
 
     model.forward = types.MethodType(forward, model)
@@ -162,27 +164,6 @@ def _check(model: nn.Module, cast_lm_head_to_fp32: bool, outputs: tuple[str, ...
             f"{type(model).__name__} does not take Transformers' loss of causal language models, so TRL cannot train "
             "it over a grid."
         )
-
-
-def _ask_sharded(
-    model: nn.Module,
-    forward: Callable,
-    args: tuple,
-    temperature: float,
-    more: tuple[str, ...],
-    labels,
-    shift_labels,
-    **inputs: Any,
-):
-    ask = functools.partial(forward, *args)
-    return sharded_label_statistics(model, ask, labels, shift_labels, temperature=temperature, more=more, **inputs)
-
-
-def _ask_plain(loss: CausalLMLoss, fused: Callable, args: tuple, labels, shift_labels, **inputs: Any):
-    def ask(targets: dict):
-        return fused(*args, fused_lm_head=True, **targets, **inputs)
-
-    return plain_label_statistics(loss, ask, labels, shift_labels)
 
 
 def _output(model: nn.Module, inputs: dict[str, Any], statistics: Callable):
@@ -275,16 +256,17 @@ def sharded_label_statistics(
 
 def plain_label_statistics(
     loss: CausalLMLoss,
-    fused: Callable[[dict[str, Tensor]], Any],
+    fused: Callable[..., Any],
     labels: Tensor | None,
     shift_labels: Tensor | None,
+    **inputs: Any,
 ) -> LabelStatistics:
     """Statistics of a plain model from its own fused head, for labels that goldfish dropped as well.
 
     Args:
         loss: the model's, which knows the labels as they were before goldfish.
         fused: takes labels or shift_labels and returns something with log_probs, entropy and is_top1.
-        labels, shift_labels: as `sharded_label_statistics`.
+        labels, shift_labels, inputs: see `sharded_label_statistics`.
     Returns:
         As `sharded_label_statistics`. No communication.
     """
@@ -292,7 +274,7 @@ def plain_label_statistics(
     shifted = shift_labels is not None
     tokens = targets.tokens.view(targets.rows, -1)
     # A head that shifts labels reads no first one; what it shifts is `tokens` again.
-    output = fused({"shift_labels": tokens} if shifted else {"labels": F.pad(tokens[:, :-1], (1, 0))})
+    output = fused(**({"shift_labels": tokens} if shifted else {"labels": F.pad(tokens[:, :-1], (1, 0))}), **inputs)
     found = {name: getattr(output, name) for name in ALWAYS}
     found = {name: (value if shifted else F.pad(value, (0, 1))).reshape(-1) for name, value in found.items()}
     return _note(loss, targets, found, output.aux_loss, shifted=shifted)
