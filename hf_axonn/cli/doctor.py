@@ -40,13 +40,13 @@ UNEVEN = 1.1  # a rank with a tenth more than its share is worth a word
 
 @dataclass
 class Findings:
-    """What was found: facts, and what is worth a look."""
+    """Facts, and warnings that are worth a look."""
 
     facts: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """As it is printed."""
+        """Return the lines that are printed."""
         verdict = f"{len(self.warnings)} warning(s)" if self.warnings else "nothing to mend"
         return [*self.facts, *(f"warning: {text}" for text in self.warnings), f"doctor: {verdict}"]
 
@@ -196,7 +196,7 @@ def _model_config(name: str):
 
 
 def _instead(folder: Path) -> str:
-    """What a folder without config.json holds, and what to give."""
+    """Say what a folder without config.json holds, and what to give instead; nothing if it is not known."""
     if (folder / "adapter_config.json").is_file():
         base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
         return f", it holds an adapter: give its base model, {base}"
@@ -340,7 +340,7 @@ def _examine_memory(
             checkpointing=options.checkpointing,
             keep_gathered=launch.config.keep_gathered,
         )
-        parts = _memory_of_first(shape, launch.config, step, layout, options.accumulation)
+        parts = _first_rank_memory(shape, launch.config, step, layout, options.accumulation)
         total = parts.total - parts.states + states
         more = ", ".join(
             f"{_size(getattr(parts, name))} {what}"
@@ -374,8 +374,8 @@ def _size(count: float) -> str:
     return f"{count / 2**10:.2f} KiB" if count else "0"
 
 
-def _memory_of_first(shape: ModelShape, config: AxonnConfig, step: Step, layout: str, accumulation: int) -> Memory:
-    """What rank 0 holds; of a pipeline its stages, and what of them is in flight."""
+def _first_rank_memory(shape: ModelShape, config: AxonnConfig, step: Step, layout: str, accumulation: int) -> Memory:
+    """Memory of rank 0; with a pipeline that of its stages, and of their activations in flight."""
     grid = config.grid
     if grid.pipe == 1:
         return memory(shape, grid, step, layout=layout)

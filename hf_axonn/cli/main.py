@@ -1,4 +1,4 @@
-"""`hf-axonn`: what one does before a launch, with a checkpoint and for a bug report; and the scripts.
+"""`hf-axonn`: commands for before a launch, for checkpoints and for bug reports; and the scripts.
 
     hf-axonn init                           a launch file for this machine, with the grid that a plan ranks first
     hf-axonn finetune --config axonn.yaml   fine-tune a model on a grid; without --config on one process
@@ -9,7 +9,7 @@
     hf-axonn env                            versions, devices and links, to paste into a bug report
     hf-axonn doctor --config axonn.yaml     a launch file and a model, before a node-hour is spent: 0 fine, 1 warnings
     hf-axonn certify --config FILE --model MODEL    does a parallel run compute what one process would: 0 yes, 1 no
-    hf-axonn plan                           which grid for a model, a machine and a number of GPUs
+    hf-axonn plan                           the grid for a model, a machine and a number of GPUs
     hf-axonn bench-links --output FILE      measure this machine for a plan; under torchrun, on many processes
 
 Bad input ends with exit code 2 and a message.

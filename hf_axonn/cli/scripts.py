@@ -1,7 +1,7 @@
-"""`hf-axonn finetune`, `demo` and `study`: what training_scripts holds, which is installed as `hf_axonn_scripts`.
+"""`hf-axonn finetune`, `demo` and `study`: the scripts of training_scripts, which is installed as `hf_axonn_scripts`.
 
-All that stands after the name of the script goes to it, `--help` too. `finetune --config FILE` starts it on every
-rank of a launch file, by `axonn-launch`; what stands before `--config` goes to the launcher as well.
+All words after the name of the script go to it, `--help` too. `finetune --config FILE` starts it on every
+rank of a launch file, by `axonn-launch`; those before `--config` go to the launcher as well.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SCRIPTS = {
     "study": ("hf_axonn_scripts.study.study", "a study of memorization over size, repetition and k, from one recipe"),
 }
 EXTRAS = {"finetune": "data", "demo": "demo", "study": "study"}
-# What a script would miss on every rank or in the midst of its work; what else it needs, it looks at itself.
+# Extras that a script would miss on every rank or in the midst of its work; it checks the others itself.
 BEFORE = {"finetune": ("data",), "demo": ("data", "eval"), "study": ()}
 
 
 def run_script(name: str, arguments: Sequence[str]) -> int:
     """Run a script with its arguments; returns its exit code, 2 where a package that it needs is not installed.
 
-    A launch takes the place of this process. What a script raises is its own, and ends with its traceback.
+    A launch takes the place of this process. An exception of a script ends with its traceback.
     """
     module = SCRIPTS[name][0]
     if "--version" in arguments:

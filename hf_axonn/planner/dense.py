@@ -38,6 +38,8 @@ GPT_VOCAB = 50304  # the vocabulary of GPT-2, padded as Megatron-LM does
 GPT_POSITIONS = 2048
 
 LLAMA: dict[str, Any] = {}
+GPT: dict[str, Any] = {"gated": False, "layer_norm": True, "tied": True}
+GPT |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 # Traits of a model type beyond its config's numbers. A key of the config (attention_bias, mlp_bias) holds over them.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -50,33 +52,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"norms_per_layer": 4},
     "gemma3_text": {"norms_per_layer": 4, "qk_norm": True},
     "phi3": {"packed_qkv": True, "packed_mlp": True},
-    "gpt2": {
-        "gated": False,
-        "layer_norm": True,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
-        "packed_qkv": True,
-        "tied": True,
-        "ends_full": True,
-    },
-    "starcoder2": {
-        "gated": False,
-        "layer_norm": True,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
-        "tied": True,
-    },
-    "opt": {
-        "gated": False,
-        "layer_norm": True,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
-        "tied": True,
-        "ends_full": True,
-    },
+    "gpt2": GPT | {"packed_qkv": True, "ends_full": True},
+    "starcoder2": GPT,
+    "opt": GPT | {"ends_full": True},
 }
 # Which layers have a sliding window where a config has no layer_types, and the window if it does not say.
 WINDOWED: dict[str, tuple[Callable[[int], bool], int]] = {
@@ -237,13 +215,8 @@ def gpt(name: str) -> DenseShape:
         heads=heads,
         intermediate=4 * hidden,
         vocab=GPT_VOCAB,
-        gated=False,
-        tied=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        layer_norm=True,
         positions=GPT_POSITIONS,
+        **GPT,
     )
 
 

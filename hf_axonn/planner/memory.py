@@ -25,6 +25,7 @@ from typing import NamedTuple
 from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
+    LayerPart,
     LayerShape,
     LinearCall,
     LinearShape,
@@ -177,27 +178,21 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
     )
 
 
-def _gathered_block(kind: WeightKind, linears: Iterable[LinearShape], grid: Grid) -> int:
-    """Elements of a rank's gathered weights."""
-    if kind == WeightKind.EXPERTS:  # of one of them; z shards the other dim
-        return sum(linear.rows * ceil_div(linear.cols, grid.z) * grid.z for linear in linears)
+def _groups(layer: LayerShape, grid: Grid) -> list[tuple[LayerPart, int]]:
+    """The part, and the elements of a rank's gathered weights, of each group that is gathered together."""
+    return [
+        (part, _gathered_elements(part, kind, linears, grid))
+        for part in layer.parts
+        for kind, linears in part.groups()
+    ]
+
+
+def _gathered_elements(part: LayerPart, kind: WeightKind, linears: Iterable[LinearShape], grid: Grid) -> int:
+    if isinstance(part, ExpertsShape):  # z shards the other dim
+        each = sum(linear.rows * ceil_div(linear.cols, grid.z) * grid.z for linear in linears)
+        return own_experts(part.number, grid, ORIGIN) * each
     shapes = [shard_shape(kind, linear, grid, ORIGIN) for linear in linears]
     return sum(ceil_div(rows, grid.z) * grid.z * cols for rows, cols in shapes)
-
-
-def _groups(layer: LayerShape, grid: Grid) -> list[int]:
-    """Elements of the gathered weights of a layer's products, each with those that are gathered together."""
-    groups = []
-    for part in layer.parts:
-        for kind, linears in part.groups():
-            own = own_experts(part.number, grid, ORIGIN) if isinstance(part, ExpertsShape) else 1
-            groups.append(own * _gathered_block(kind, linears, grid))
-    return groups
-
-
-def _parts(layer: LayerShape) -> list[BlockShape | ExpertsShape | UnshardedModule]:
-    """The part that each of `_groups` belongs to."""
-    return [part for part in layer.parts for _ in part.groups()]
 
 
 def kept_bytes(shape: ModelShape, grid: Grid, step: Step) -> int:
@@ -205,7 +200,7 @@ def kept_bytes(shape: ModelShape, grid: Grid, step: Step) -> int:
     kept, total = step.kept_layers, 0
     for layer, count in reversed(shape.runs) if kept and grid.z > 1 else ():
         held = min(max(kept, 0), count)
-        total += held * sum(_groups(layer, grid)) * step.compute_bytes
+        total += held * sum(elements for _, elements in _groups(layer, grid)) * step.compute_bytes
         kept -= held
     return total
 
@@ -215,31 +210,26 @@ def _gathered_bytes(shape: ModelShape, grid: Grid, step: Step, gloo: bool) -> in
     most = layers = 0
     for layer, _ in shape.kinds:
         groups = _groups(layer, grid)
+        sizes = [elements for _, elements in groups]
         if grid.z == 1:
             # Nothing is gathered, but the product uses a copy in the compute dtype, and so does its gradient.
-            most = max(most, max(groups) * (step.compute_bytes + gradient))
+            most = max(most, max(sizes) * (step.compute_bytes + gradient))
             continue
         if step.block_bytes:
             # Bytes of two layers, and what is made of them: of one layer if it is kept until its backward is over.
-            experts = sum(
-                size for size, part in zip(groups, _parts(layer), strict=True) if isinstance(part, ExpertsShape)
-            )
-            linears = [
-                size for size, part in zip(groups, _parts(layer), strict=True) if not isinstance(part, ExpertsShape)
-            ]
+            linears = [elements for part, elements in groups if not isinstance(part, ExpertsShape)]
             made = sum(linears) if step.checkpointing and step.keeps_recomputed else max(linears, default=0)
+            experts = sum(sizes) - sum(linears)
             arriving = 2 * experts * step.compute_bytes + 2 * step.gather_bytes(sum(linears))
             layers = max(layers, arriving + made * step.compute_bytes)
             continue
-        layers = max(layers, 2 * sum(groups) * step.compute_bytes)
-        held = [elements * gradient for elements in groups]
-        if gloo:  # receives the gradient of all experts of one weight while those of the others are there
-            own = [part for part in layer.parts for _ in part.groups()]
-            for index, part in enumerate(own):
-                if isinstance(part, ExpertsShape):
-                    largest = max(weight.rows * weight.cols for weight in part.weights)
-                    total = sum(weight.rows * weight.cols for weight in part.weights)
-                    held[index] += groups[index] * largest // total * gradient
+        layers = max(layers, 2 * sum(sizes) * step.compute_bytes)
+        held = [elements * gradient for elements in sizes]
+        for index, (part, elements) in enumerate(groups):
+            if gloo and isinstance(part, ExpertsShape):
+                # It receives the gradient of all experts of one weight while those of the others are there.
+                weights = [weight.rows * weight.cols for weight in part.weights]
+                held[index] += elements * max(weights) // sum(weights) * gradient
         most = max(most, *(first + second for first, second in zip(held, [*held[1:], held[0]], strict=True)))
     return layers + most
 
@@ -354,7 +344,7 @@ def _saved_by_call(call: LinearCall, grid: Grid, step: Step) -> float:
     return float(call.inputs) * step.tokens * features * step.compute_bytes
 
 
-def _at_work(shape: ModelShape, part: BlockShape | ExpertsShape | UnshardedModule, grid: Grid, step: Step) -> float:
+def _at_work(shape: ModelShape, part: LayerPart, grid: Grid, step: Step) -> float:
     """Bytes of the largest gradient of an input before it is reduced."""
     tokens, compute = step.padded_tokens(grid), step.compute_bytes
     if isinstance(part, ExpertsShape):

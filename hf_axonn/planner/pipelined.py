@@ -2,7 +2,7 @@
 
     pipeline_candidates(job, grid)              every schedule that a job may have, a candidate each
     estimate_seconds(candidate, order)          seconds of its micro-batches by the closed form
-    predict_pipeline(candidate, order, play)    -> Pipelined
+    predict_pipeline(candidate, order, play)    seconds of a step, and a Pipelined
 
 Stages and memory are those of planner/stages.py. A layer takes as long as on a grid without a pipeline (planner/time),
 also over z: its weights are gathered and its gradients reduced for every micro-batch, or gathered once a step with
@@ -91,8 +91,7 @@ class Pipelined:
 
     Args:
         stages: the layers of each stage.
-        rank: the rank along pipe that ends last, to which `seconds` and `held` belong.
-        seconds: as in `Prediction`; bubble: in which the rank waits for others.
+        rank: the rank along pipe that ends last.
         bubble: share of all ranks' time in which they wait, averages and the optimizer left out.
         imbalance: how much more than the mean the busiest rank has to do.
         in_flight: of each rank, (stage, micro-batch) whose activations it holds at most.
@@ -102,7 +101,6 @@ class Pipelined:
 
     stages: ModelStages
     rank: int
-    seconds: dict[str, float]
     bubble: float
     imbalance: float
     in_flight: tuple[int, ...]
@@ -196,8 +194,10 @@ class _Rest(NamedTuple):
     gathers: float
 
 
-def predict_pipeline(candidate: Candidate, order: tuple[str, ...], *, play: bool) -> Pipelined:
-    """Predict one step.
+def predict_pipeline(
+    candidate: Candidate, order: tuple[str, ...], *, play: bool
+) -> tuple[dict[str, float], Pipelined]:
+    """Predict one step: seconds by parts, as in `Prediction`, of the rank that ends last, and how the stages lie.
 
     Args:
         candidate: its job names the pipeline.
@@ -220,10 +220,9 @@ def predict_pipeline(candidate: Candidate, order: tuple[str, ...], *, play: bool
     seconds["slowdown"] += job.machine.slowdown * rest[slowest].hidden
     seconds["optimizer"] = candidate.compute.optimizer(max(needed.trained for needed in candidate.needs))
     seconds["bubble"] = max(0.0, line.ends[slowest] - line.busy[slowest])
-    return Pipelined(
+    return seconds, Pipelined(
         stages=stages,
         rank=slowest,
-        seconds=seconds,
         bubble=line.bubble,
         imbalance=max(line.busy) * ranks / sum(line.busy) - 1,
         in_flight=tuple(in_flight(pipeline, ranks, rank, per_rank, count)[0] for rank in range(ranks)),

@@ -230,11 +230,11 @@ def predict_candidate(candidate: Candidate, order: tuple[str, ...], *, play: boo
     action, or its closed form taken."""
     order = tuple(order)
     if candidate.grid.pipe > 1:
-        found = predict_pipeline(candidate, order, play=play)
-        return Prediction(candidate=candidate, order=order, seconds=found.seconds, pipelined=found)
+        seconds, pipelined = predict_pipeline(candidate, order, play=play)
+        return Prediction(candidate=candidate, order=order, seconds=seconds, pipelined=pipelined)
     machine, traffic, count = candidate.job.machine, candidate.traffic, candidate.micro_batches
     links = Links(machine, candidate.grid, order)
-    seconds: dict[str, float] = {}
+    seconds = {}
     slack = 0.0
     for layer, travels, layers in traffic.layers:
         each = layer_time(layer, travels, candidate.compute, candidate.overlaps, links)

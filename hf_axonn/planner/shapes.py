@@ -167,6 +167,9 @@ class UnshardedModule:
         return int(2 * sum(call.inputs * call.linear.rows * call.linear.cols for call in self.calls))
 
 
+LayerPart = BlockShape | ExpertsShape | UnshardedModule
+
+
 class WeightShape(NamedTuple):
     """A sharded parameter [rows, cols] and its kind; `experts`: the first dim of one that is [experts, rows, cols]."""
 
@@ -197,7 +200,7 @@ class LayerShape:
             product; None where there is no such part, as where a norm follows the last one.
     """
 
-    parts: tuple[BlockShape | ExpertsShape | UnshardedModule, ...]
+    parts: tuple[LayerPart, ...]
     norms: int
     weights: tuple[WeightShape, ...]
     replicated: tuple[int, ...]

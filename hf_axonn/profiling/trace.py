@@ -27,6 +27,7 @@ from hf_axonn.layers.moe import expert_weights, is_experts
 from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
+    LayerPart,
     LayerShape,
     LinearCall,
     LinearShape,
@@ -242,9 +243,9 @@ class _Finder:
             routed=routed,
         )
 
-    def _parts(self, trace: LayerTrace) -> list[BlockShape | ExpertsShape | UnshardedModule]:
+    def _parts(self, trace: LayerTrace) -> list[LayerPart]:
         """Blocks, experts and groups of Linears on their own, in the order in which they ended."""
-        parts: list[BlockShape | ExpertsShape | UnshardedModule] = []
+        parts: list[LayerPart] = []
         for around, names in groupby(trace.parts, self._around):
             if around is None:
                 parts += [self._part(name, trace) for name in names]

@@ -98,18 +98,18 @@ class StepAccount:
         """One decoder layer, forward and backward. `kept`: its gathered weights live until backward is done. `once`:
         it does not run again under checkpointing."""
         first, again = Ledger(self.grid), Ledger(self.grid)  # what runs once; what checkpointing runs again
-        self.norms(again, layer.norms)
+        self.add_norms(again, layer.norms)
         for rows, cols, partial in layer.gathered:
-            self.gathered_parameter(again, rows, cols, ("y", "x") if partial else ())
+            self.add_gathered_parameter(again, rows, cols, ("y", "x") if partial else ())
         for index, part in enumerate(layer.parts):
             # Adapters come after the product of their Linear, so that all of it runs again.
             last = first if index == layer.ends and not self.step.lora else again
             if isinstance(part, ExpertsShape):
-                self.experts(again, last, part)
+                self.add_experts(again, last, part)
             elif isinstance(part, UnshardedModule):
-                self.unsharded_module(again, last, part)
+                self.add_unsharded_module(again, last, part)
             else:
-                self.block(again, last, part)
+                self.add_block(again, last, part)
         total = Ledger(self.grid)
         total.include(first)
         total.include(again)
@@ -123,7 +123,7 @@ class StepAccount:
             else:
                 for part in layer.parts:
                     if isinstance(part, ExpertsShape):
-                        self.gathers(
+                        self.add_gathers(
                             total,
                             "backward",
                             -self.expert_elements(part) * self.step.compute_bytes,
@@ -133,87 +133,87 @@ class StepAccount:
             total.entries.pop(LedgerKey("backward", "all_gather", ("z",)), None)
         return total
 
-    def both(
+    def add_pair(
         self, into: Ledger, forward: str | None, backward: str | None, over: tuple[str, ...], elements: int
     ) -> None:
-        """A collective and its conjugate, in the compute dtype."""
+        """Add a collective and its conjugate, in the compute dtype."""
         for phase, kind in (("forward", forward), ("backward", backward)):
             if kind is not None:
                 into.add(phase, kind, over, elements * self.step.compute_bytes)
 
-    def block(self, ledger: Ledger, last: Ledger, block: BlockShape) -> None:
-        """An attention block or an MLP. What follows its last matmul goes to `last`: a recomputation stops there."""
-        grid, both = self.grid, self.both
+    def add_block(self, ledger: Ledger, last: Ledger, block: BlockShape) -> None:
+        """Add an attention block or an MLP. What follows its last matmul goes to `last`: recomputation stops there."""
+        grid, pair = self.grid, self.add_pair
         heads = Heads.divide(block.query, block.kv, self.place) if block.query else None
         axes = heads.axes if heads else ("x", "y")
         stream = self.padded // grid.x * self.hidden_y  # a rank's part of the residual stream [T/x, H/y]
         if block.down:
-            self.latents(ledger, block, axes)
+            self.add_latents(ledger, block, axes)
         else:  # Column.enter
             if not self.by_features:
-                both(ledger, "all_to_all", "all_to_all", ("y",), stream)
-            both(ledger, "all_gather", "reduce_scatter", ("x",), stream)
-            self.weights(ledger, WeightKind.COLUMN, block.columns)
-        self.adapters(ledger, block, axes)
+                pair(ledger, "all_to_all", "all_to_all", ("y",), stream)
+            pair(ledger, "all_gather", "reduce_scatter", ("x",), stream)
+            self.add_weights(ledger, WeightKind.COLUMN, block.columns)
+        self.add_adapters(ledger, block, axes)
         # Column._compute: one reduction for all; without y in axes the ranks of y go on with all features of x.
         for linears in [[linear] for linear in block.columns] if block.down else [block.columns]:
             features = sum(ceil_div(ceil_div(linear.rows, grid.x), grid.y) for linear in linears)
             if "y" in axes:
-                both(ledger, "reduce_scatter", "all_gather", ("y",), self.tokens * features)
+                pair(ledger, "reduce_scatter", "all_gather", ("y",), self.tokens * features)
             else:
-                both(ledger, "all_reduce", None, ("y",), self.tokens * grid.y * features)
+                pair(ledger, "all_reduce", None, ("y",), self.tokens * grid.y * features)
         # Column._place: where heads are on no axis all features are gathered; packed ones and kv heads that do not
         # divide are exchanged
         for linear, segments in zip(block.columns, block.segments, strict=True):
             if not axes:
-                both(ledger, "all_gather", None, ("x",), self.tokens * ceil_div(linear.rows, grid.x))
+                pair(ledger, "all_gather", None, ("x",), self.tokens * ceil_div(linear.rows, grid.x))
             elif not is_own_slice(linear.rows, segments, heads, self.place):
                 sent, arriving = exchanged_features(linear.rows, segments, heads, self.place)
                 ledger.add("forward", "exchange", axes, self.tokens * sent * self.step.compute_bytes)
                 ledger.add("backward", "exchange", axes, self.tokens * arriving * self.step.compute_bytes)
         for _, centered in block.head_norms:
-            self.statistics(ledger, axes, self.tokens, centered)
+            self.add_statistics(ledger, axes, self.tokens, centered)
         # Row._forward
         row = block.row
         if "y" in axes:
             inner = ceil_div(ceil_div(row.cols, grid.x), grid.y)
-            both(ledger, "all_gather", "reduce_scatter", ("y",), self.padded * inner)
+            pair(ledger, "all_gather", "reduce_scatter", ("y",), self.padded * inner)
         else:
             inner = ceil_div(row.cols, grid.x)
-            both(ledger, None, "all_reduce", ("y",), self.padded * inner)
+            pair(ledger, None, "all_reduce", ("y",), self.padded * inner)
             if not axes:
-                both(ledger, None, "all_gather", ("x",), self.padded * inner)
-        self.weights(ledger, WeightKind.ROW, [row])
-        both(last, "reduce_scatter", "all_gather", ("x",), stream)
+                pair(ledger, None, "all_gather", ("x",), self.padded * inner)
+        self.add_weights(ledger, WeightKind.ROW, [row])
+        pair(last, "reduce_scatter", "all_gather", ("x",), stream)
         if not self.by_features:
-            both(last, "all_to_all", "all_to_all", ("y",), stream)
+            pair(last, "all_to_all", "all_to_all", ("y",), stream)
 
-    def latents(self, ledger: Ledger, block: BlockShape, axes: tuple[str, ...]) -> None:
-        """Latent attention up to its columns: full activations, Linears on their own, full latents
+    def add_latents(self, ledger: Ledger, block: BlockShape, axes: tuple[str, ...]) -> None:
+        """Add latent attention up to its columns: full activations, Linears on their own, full latents
         (layers/latent_attention.py)."""
-        grid, both = self.grid, self.both
+        grid, pair = self.grid, self.add_pair
         parts = self.padded // grid.x * self.hidden_y
         parts = parts if self.by_features else self.padded // grid.x // grid.y * self.shape.hidden
         ledger.add("forward", "all_gather", ("x", "y"), parts * self.step.param_bytes)
         for linear in (*block.down, *block.columns):  # take_features, and the sum over x of what comes back
-            self.full_input(ledger, self.tokens * ceil_div(linear.cols, grid.y) * self.step.param_bytes)
-            self.weights(ledger, WeightKind.LINEAR if linear in block.down else WeightKind.COLUMN, [linear])
+            self.add_full_input(ledger, self.tokens * ceil_div(linear.cols, grid.y) * self.step.param_bytes)
+            self.add_weights(ledger, WeightKind.LINEAR if linear in block.down else WeightKind.COLUMN, [linear])
         for linear in block.down:  # FullLinear
-            self.full_output(ledger, self.tokens * ceil_div(linear.rows, grid.x))
-        both(ledger, None, "all_reduce", axes, self.tokens * block.rotary)
+            self.add_full_output(ledger, self.tokens * ceil_div(linear.rows, grid.x))
+        pair(ledger, None, "all_reduce", axes, self.tokens * block.rotary)
 
-    def full_input(self, ledger: Ledger, payload: int) -> None:
-        """The entry of a product whose input is full: its gradient is gathered over y and summed over x."""
+    def add_full_input(self, ledger: Ledger, payload: int) -> None:
+        """Add the entry of a product whose input is full: its gradient is gathered over y and summed over x."""
         ledger.add("backward", "all_gather", ("y",), payload)
         ledger.add("backward", "all_reduce", ("x",), payload)
 
-    def full_output(self, ledger: Ledger, elements: int) -> None:
-        """The exit of a Linear on its own: sums over y, features of all ranks of x."""
-        self.both(ledger, "all_reduce", None, ("y",), elements)
-        self.both(ledger, "all_gather", None, ("x",), elements)
+    def add_full_output(self, ledger: Ledger, elements: int) -> None:
+        """Add the exit of a Linear on its own: sums over y, features of all ranks of x."""
+        self.add_pair(ledger, "all_reduce", None, ("y",), elements)
+        self.add_pair(ledger, "all_gather", None, ("x",), elements)
 
-    def unsharded_module(self, ledger: Ledger, last: Ledger, module: UnshardedModule) -> None:
-        """Linears on their own, on full activations. What follows the last one goes to `last`."""
+    def add_unsharded_module(self, ledger: Ledger, last: Ledger, module: UnshardedModule) -> None:
+        """Add Linears on their own, on full activations. What follows the last one goes to `last`."""
         own, step = self.padded // (self.grid.x * self.grid.y) * self.shape.hidden, self.step
         if module.taken:  # gather_tokens before, take_tokens after
             ledger.add("forward", "all_gather", ("x", "y"), module.taken * own * step.param_bytes, module.taken)
@@ -221,45 +221,45 @@ class StepAccount:
             ledger.add("backward", "all_gather", ("x", "y"), own * size)
         for index, call in enumerate(module.calls):
             ends = last if index == len(module.calls) - 1 else ledger
-            self.call(ledger, ends, call)
+            self.add_call(ledger, ends, call)
 
-    def call(self, ledger: Ledger, last: Ledger, call: LinearCall) -> None:
-        """A Linear on its own. What follows its product goes to `last`."""
+    def add_call(self, ledger: Ledger, last: Ledger, call: LinearCall) -> None:
+        """Add a Linear on its own. What follows its product goes to `last`."""
         linear, inputs = call.linear, int(self.tokens * call.inputs)
         output, input_ = call.backward
         elements = self.shard_elements(WeightKind.LINEAR, [linear])
-        self.gathers(ledger, "forward", self.step.gather_bytes(elements), 1)
+        self.add_gathers(ledger, "forward", self.step.gather_bytes(elements), 1)
         if output:
-            self.reduces(ledger, elements, self.step.compute_bytes)
+            self.add_reductions(ledger, elements, self.step.compute_bytes)
         if output and input_:
-            self.gathers(ledger, "backward", self.step.gather_bytes(elements), 1)
+            self.add_gathers(ledger, "backward", self.step.gather_bytes(elements), 1)
             size = self.step.compute_bytes if call.narrow else self.step.param_bytes
-            self.full_input(ledger, inputs * ceil_div(linear.cols, self.grid.y) * size)
-        self.full_output(last, inputs * ceil_div(linear.rows, self.grid.x))
+            self.add_full_input(ledger, inputs * ceil_div(linear.cols, self.grid.y) * size)
+        self.add_full_output(last, inputs * ceil_div(linear.rows, self.grid.x))
 
-    def experts(self, ledger: Ledger, last: Ledger, experts: ExpertsShape) -> None:
-        """The experts of a layer. What follows their work goes to `last`."""
+    def add_experts(self, ledger: Ledger, last: Ledger, experts: ExpertsShape) -> None:
+        """Add the experts of a layer. What follows their work goes to `last`."""
         step, parts = self.step, self.grid.x * self.grid.y
         each = self.expert_elements(experts)
         for phase in ("forward", "backward"):
-            self.gathers(ledger, phase, each * step.compute_bytes, len(experts.weights))
-        self.reduces(ledger, each, step.compute_bytes, len(experts.weights))
+            self.add_gathers(ledger, phase, each * step.compute_bytes, len(experts.weights))
+        self.add_reductions(ledger, each, step.compute_bytes, len(experts.weights))
         own = self.padded // parts * self.shape.hidden
         if self.shape.loose:  # all tokens are here; what comes back is summed
-            self.both(ledger, None, "all_reduce", ("x", "y"), self.tokens * self.shape.hidden)
+            self.add_pair(ledger, None, "all_reduce", ("x", "y"), self.tokens * self.shape.hidden)
             if experts.sorted:
                 most = own_experts(experts.number, self.grid, dict.fromkeys(self.here, 0))
-                self.both(last, "all_gather", None, ("x", "y"), most * self.tokens * self.shape.hidden)
+                self.add_pair(last, "all_gather", None, ("x", "y"), most * self.tokens * self.shape.hidden)
                 return
             ledger.add("backward", "all_reduce", ("x", "y"), self.tokens * experts.chosen * self.routing(experts))
-            self.both(last, "all_reduce", None, ("x", "y"), self.tokens * self.shape.hidden)
+            self.add_pair(last, "all_reduce", None, ("x", "y"), self.tokens * self.shape.hidden)
             return
         if experts.sorted:
             most = own_experts(experts.number, self.grid, dict.fromkeys(self.here, 0))
             for into in (ledger, last):
-                self.both(into, "all_to_all", "all_to_all", ("x", "y"), parts * most * own)
+                self.add_pair(into, "all_to_all", "all_to_all", ("x", "y"), parts * most * own)
             return
-        self.both(ledger, "all_gather", "reduce_scatter", ("x", "y"), own)
+        self.add_pair(ledger, "all_gather", "reduce_scatter", ("x", "y"), own)
         chosen = self.padded // parts * experts.chosen
         ledger.add("forward", "all_gather", ("x", "y"), chosen * INDEX_BYTES)
         weights = (
@@ -267,15 +267,15 @@ class StepAccount:
         )
         ledger.add("forward", "all_gather", ("x", "y"), weights)
         ledger.add("backward", "reduce_scatter", ("x", "y"), weights)
-        self.both(last, "reduce_scatter", "all_gather", ("x", "y"), own)
+        self.add_pair(last, "reduce_scatter", "all_gather", ("x", "y"), own)
 
-    def gathered_parameter(self, ledger: Ledger, rows: int, cols: int, partial: tuple[str, ...] = ()) -> None:
-        """A parameter that is full while its module runs, in its own dtype; autograd keeps it. `partial`: the axes
+    def add_gathered_parameter(self, ledger: Ledger, rows: int, cols: int, partial: tuple[str, ...] = ()) -> None:
+        """Add a parameter that is full while its module runs, in its own dtype; autograd keeps it. `partial`: the axes
         whose ranks do different work with it."""
         size, linear = self.step.param_bytes, LinearShape(rows, cols)
         stored = self.shard_elements(WeightKind.GATHERED, [linear])
         ledger.add("forward", "all_gather", ("z",), stored * size)
-        self.reduces(ledger, stored, size)
+        self.add_reductions(ledger, stored, size)
         block = ceil_div(ceil_div(rows, self.grid.y), self.grid.x) * cols * size
         for axis in ("y", "x"):
             ledger.add("forward", "all_gather", (axis,), block)
@@ -292,25 +292,25 @@ class StepAccount:
         own = own_experts(experts.number, self.grid, self.here)
         return sum(own * rows * ceil_div(cols, self.grid.z) for rows, cols, _ in experts.weights)
 
-    def gathers(self, ledger: Ledger, phase: str, payload: int, calls: int) -> None:
-        """Gathers of weights over z."""
+    def add_gathers(self, ledger: Ledger, phase: str, payload: int, calls: int) -> None:
+        """Add gathers of weights over z."""
         ledger.add(phase, "all_gather", ("z",), payload, calls)
 
-    def reduces(self, ledger: Ledger, elements: int, size: int, calls: int = 1) -> None:
-        """Reductions over z of gradients of `size` bytes an element, unless adapters alone are trained."""
+    def add_reductions(self, ledger: Ledger, elements: int, size: int, calls: int = 1) -> None:
+        """Add reductions over z of gradients of `size` bytes an element, unless adapters alone are trained."""
         if not self.step.lora:
             payload = elements * max(size, self.step.reduce_bytes)
             ledger.add("backward", "reduce_scatter", ("z",), payload, calls)
 
-    def weights(self, ledger: Ledger, kind: WeightKind, linears: Sequence[LinearShape]) -> None:
-        """The weights of one product, in one collective: gathered in both passes, their gradients reduced."""
+    def add_weights(self, ledger: Ledger, kind: WeightKind, linears: Sequence[LinearShape]) -> None:
+        """Add the weights of one product, in one collective: gathered in both passes, their gradients reduced."""
         elements = self.shard_elements(kind, linears)
         for phase in ("forward", "backward"):
-            self.gathers(ledger, phase, self.step.gather_bytes(elements), 1)
-        self.reduces(ledger, elements, self.step.compute_bytes)
+            self.add_gathers(ledger, phase, self.step.gather_bytes(elements), 1)
+        self.add_reductions(ledger, elements, self.step.compute_bytes)
 
-    def adapters(self, ledger: Ledger, block: BlockShape, axes: tuple[str, ...]) -> None:
-        """LoRA on the Linears of a block (parallel/adapters/lora.py): sums of [T, rank]. Of latents: not counted."""
+    def add_adapters(self, ledger: Ledger, block: BlockShape, axes: tuple[str, ...]) -> None:
+        """Add LoRA on the Linears of a block (parallel/adapters/lora.py): sums of [T, rank]. Latents do not count."""
         if not self.step.lora or block.down:
             return
         payload = self.tokens * self.step.lora * self.step.compute_bytes
@@ -337,13 +337,13 @@ class StepAccount:
         shapes = (shard_shape(kind, linear, self.grid, self.here) for linear in linears)
         return sum(ceil_div(rows, self.grid.z) * cols for rows, cols in shapes)
 
-    def norms(self, ledger: Ledger, count: int) -> None:
-        """Norms: in the feature layout they merge their statistics over y."""
+    def add_norms(self, ledger: Ledger, count: int) -> None:
+        """Add norms: in the feature layout they merge their statistics over y."""
         for _ in range(count if self.by_features else 0):
-            self.statistics(ledger, ("y",), self.padded // self.grid.x, self.shape.centered)
+            self.add_statistics(ledger, ("y",), self.padded // self.grid.x, self.shape.centered)
 
-    def statistics(self, ledger: Ledger, axes: tuple[str, ...], tokens: int, centered: bool) -> None:
-        """Statistics of a norm whose features lie on several ranks: mean square, or mean and squared deviation, of
+    def add_statistics(self, ledger: Ledger, axes: tuple[str, ...], tokens: int, centered: bool) -> None:
+        """Add statistics of a norm whose features lie on several ranks: mean square, or mean and squared deviation, of
         each token."""
         size = tokens * (2 if centered else 1) * self.wide
         for phase, kind in (("forward", "all_gather" if centered else "all_reduce"), ("backward", "all_reduce")):
@@ -356,15 +356,15 @@ class StepAccount:
             return ledger
         weight = self.shard_elements(WeightKind.VOCABULARY, [LinearShape(self.shape.vocab, self.shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
-        self.reduces(ledger, weight, size)
+        self.add_reductions(ledger, weight, size)
         ledger.add("forward", "all_reduce", ("x", "y"), self.tokens * self.shape.hidden * size)
         for table in self.shape.tables:
             if table.kind == WeightKind.GATHERED:
-                self.gathered_parameter(ledger, table.rows, self.shape.hidden)
+                self.add_gathered_parameter(ledger, table.rows, self.shape.hidden)
             elif table.kind == WeightKind.VOCABULARY:
                 weight = self.shard_elements(WeightKind.VOCABULARY, [LinearShape(table.rows, self.shape.hidden)])
                 ledger.add("forward", "all_gather", ("z",), weight * size)
-                self.reduces(ledger, weight, size)
+                self.add_reductions(ledger, weight, size)
                 looked_up = self.step.seq if table.shared else self.tokens
                 ledger.add("forward", "all_reduce", ("x", "y"), looked_up * self.shape.hidden * size)
         if not self.shape.loose:
@@ -391,7 +391,7 @@ class StepAccount:
                 ledger.add(phase, "all_to_all", ("y",), self.padded // grid.x * self.hidden_y * step.stream_bytes)
         weight = self.shard_elements(WeightKind.VOCABULARY, [LinearShape(shape.vocab, shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
-        self.reduces(ledger, weight, self.wide)
+        self.add_reductions(ledger, weight, self.wide)
         parts = grid.x * grid.y
         own = self.padded // parts
         local_vocab = ceil_div(ceil_div(shape.vocab, grid.y), grid.x)
