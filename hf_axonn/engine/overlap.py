@@ -27,11 +27,6 @@ from hf_axonn.engine.activation_layouts import Tokens, pad_dim
 from hf_axonn.engine.gathering import Gathering
 
 
-def placeholder(like: Tensor) -> Tensor:
-    """A gradient of the right shape that holds no memory, for the node that will replace it."""
-    return like.new_zeros(()).expand(like.shape)
-
-
 class _Order:
     """In which order weights were gathered in the pass before, and how far this one has come."""
 
@@ -206,32 +201,6 @@ class GradientSchedule:
         for group in groups:
             for weight in group:
                 weight.make_node()
-
-
-class GradientSlot:
-    """Where the finished gradients of one weight shard wait for the node that hands them to autograd."""
-
-    def __init__(self) -> None:
-        self._parts: list[Callable[[], Tensor]] = []
-
-    def add(self, part: Callable[[], Tensor]) -> None:
-        self._parts.append(part)
-
-    def clear(self) -> None:
-        self._parts = []
-
-    def take(self) -> Tensor | None:
-        """The sum of all that was left here, None if nothing was. Waits."""
-        total = None
-        for part in self._parts:
-            total = part() if total is None else total + part()
-        self._parts = []
-        return total
-
-    def finished(self, grad: Tensor) -> Tensor:
-        """What was left here in place of `grad`, a placeholder; `grad` itself if nothing was. Waits."""
-        arrived = self.take()
-        return grad if arrived is None else arrived
 
 
 class GatheredInput:

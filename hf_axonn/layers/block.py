@@ -12,11 +12,8 @@ Source: AxoNN (arXiv 2502.08145) for the alternation of column and row (transpos
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +41,8 @@ from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.layers.base import patch_forward, take_slice
 from hf_axonn.layers.head_exchange import HeadExchange
-from hf_axonn.topology.heads import Heads, feature_slice
+from hf_axonn.topology.heads import Heads
 from hf_axonn.topology.weight_kind import WeightKind
-
-
-if TYPE_CHECKING:
-    from hf_axonn.architectures.plan import BlockPlan
 
 
 class Column:
@@ -285,34 +278,3 @@ class Block:
     def _enter(self, hidden: Tensor) -> Tensor:
         self.row.leading = hidden.shape[:-1]
         return self.column.enter(hidden)
-
-
-def install_heads(state: ParallelState, attention: nn.Module, heads: Heads, block: BlockPlan) -> None:
-    """Let attention see this rank's numbers of heads, and its own heads of arguments that have them all."""
-    mesh = state.mesh
-    query, kv = heads.own_query(mesh), heads.own_kv(mesh)
-    if heads.replicate_kv and hasattr(attention, "num_key_value_groups"):
-        attention.num_key_value_groups = query // kv
-    for name, kind in block.attributes.items():
-        owner, _, attribute = name.rpartition(".")
-        if owner:
-            # The config belongs to the full model.
-            setattr(attention, owner, copy.copy(getattr(attention, owner)))
-        target = getattr(attention, owner) if owner else attention
-        total, own = (heads.query, query) if kind == "query" else (heads.kv, kv)
-        setattr(target, attribute, getattr(target, attribute) * own // total)
-    if block.arguments and heads.axes:
-        signature = inspect.signature(attention.forward)
-        rows, _ = feature_slice(heads.query, mesh, *heads.axes)
-
-        def forward(original: Callable, *args, **kwargs):
-            given = signature.bind(*args, **kwargs)
-            for name in block.arguments:
-                value = given.arguments.get(name)
-                if value is not None:
-                    by_head = value.view(-1, heads.query, *value.shape[1:])
-                    given.arguments[name] = by_head[:, rows].flatten(0, 1)
-            return original(*given.args, **given.kwargs)
-
-        patch_forward(attention, forward)
-    state.attention_axes = heads.axes

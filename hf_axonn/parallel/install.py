@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -21,8 +23,8 @@ from hf_axonn.engine.four_bit import elements_of
 from hf_axonn.engine.linears import is_conv1d, is_linear
 from hf_axonn.engine.report import Entry
 from hf_axonn.engine.state import ParallelState
-from hf_axonn.layers.base import FullLinear, Reading, Replicated
-from hf_axonn.layers.block import Block, Column, Row, install_heads
+from hf_axonn.layers.base import FullLinear, Reading, Replicated, patch_forward
+from hf_axonn.layers.block import Block, Column, Row
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.gathered import GatheredParameters
 from hf_axonn.layers.latent_attention import LatentColumn, install_latent
@@ -161,11 +163,42 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ParallelState) -> 
     else:
         state.blocks[entry] = Block(state, entry, columns[0], row)
     if heads is not None:
-        install_heads(state, entry, heads, block)
+        _install_heads(state, entry, heads, block)
     reason = heads.why(state.mesh) if heads else ""
     for name, linear in zip(block.columns, linears, strict=True):
         _note(state, name, linear, WeightKind.COLUMN, reason)
     _note(state, block.row, last, WeightKind.ROW, reason)
+
+
+def _install_heads(state: ParallelState, attention: nn.Module, heads: Heads, block: BlockPlan) -> None:
+    """Let attention see this rank's numbers of heads, and its own heads of arguments that have them all."""
+    mesh = state.mesh
+    query, kv = heads.own_query(mesh), heads.own_kv(mesh)
+    if heads.replicate_kv and hasattr(attention, "num_key_value_groups"):
+        attention.num_key_value_groups = query // kv
+    for name, kind in block.attributes.items():
+        owner, _, attribute = name.rpartition(".")
+        if owner:
+            # The config belongs to the full model.
+            setattr(attention, owner, copy.copy(getattr(attention, owner)))
+        target = getattr(attention, owner) if owner else attention
+        total, own = (heads.query, query) if kind == "query" else (heads.kv, kv)
+        setattr(target, attribute, getattr(target, attribute) * own // total)
+    if block.arguments and heads.axes:
+        signature = inspect.signature(attention.forward)
+        rows, _ = feature_slice(heads.query, mesh, *heads.axes)
+
+        def forward(original: Callable, *args, **kwargs):
+            given = signature.bind(*args, **kwargs)
+            for name in block.arguments:
+                value = given.arguments.get(name)
+                if value is not None:
+                    by_head = value.view(-1, heads.query, *value.shape[1:])
+                    given.arguments[name] = by_head[:, rows].flatten(0, 1)
+            return original(*given.args, **given.kwargs)
+
+        patch_forward(attention, forward)
+    state.attention_axes = heads.axes
 
 
 def _install_dropout(model: nn.Module, state: ParallelState) -> None:

@@ -53,6 +53,7 @@ class Pipeline:
 
     def __init__(self, state: ParallelState, stages: Stages, model: nn.Module, names: Sequence[str]) -> None:
         self.state = state
+        self.mesh = state.mesh
         self.stages = stages
         self.model = model
         self.names = names
@@ -92,7 +93,7 @@ class Pipeline:
             [hasattr(module, "base_layer") for module in (input_embedding(self.model), output_embedding(self.model))],
             str(cast(nn.Embedding, input_embedding(self.model)).weight.dtype)[6:] if self.here == 0 else "",
         ]
-        every = gather_json(facts, self.state.mesh.device, self.group)
+        every = gather_json(facts, self.mesh.device, self.group)
         self.stages.drops = any(drops for _, drops, *_ in every)
         self._adapted_ends(embedding=any(its[0] for *_, its, _ in every), head=any(its[1] for *_, its, _ in every))
         if dtype := every[0][-1]:  # which a fake world of another rank does not know
@@ -110,7 +111,7 @@ class Pipeline:
         """Note what other stages have, for numbers that a rank alone is asked for (`num_parameters`). Collectives over
         pipe: those of `gather_texts`."""
         own = own_counts(self.model)
-        every = gather_json(own, self.state.mesh.device, self.group)
+        every = gather_json(own, self.mesh.device, self.group)
         self.state.elsewhere = {
             name: Counted(*its) for counts in every for name, its in counts.items() if name not in own
         }
@@ -137,7 +138,7 @@ class Pipeline:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         own = local(parameter.grad)
-        own.add_(swap(own, self.state.mesh.size("pipe") - 1 - self.here, self.group))
+        own.add_(swap(own, self.mesh.size("pipe") - 1 - self.here, self.group))
 
     def _watch_tied(self, output: Any) -> None:
         """Let a backward pass through an output end with `_add_up_tied`, of what it has brought."""
@@ -173,7 +174,7 @@ class Pipeline:
 
     def takes(self, micro_batches: int) -> bool:
         """Whether the schedule can run so many micro-batches."""
-        pipe = self.state.mesh.size("pipe")
+        pipe = self.mesh.size("pipe")
         if self.state.config.schedule == "gpipe":
             return True
         return micro_batches >= pipe and micro_batches % max(1, micro_batches // pipe) == 0
@@ -181,12 +182,12 @@ class Pipeline:
     @property
     def here(self) -> int:
         """This rank's place on pipe."""
-        return self.state.mesh.index("pipe")
+        return self.mesh.index("pipe")
 
     @property
     def source(self) -> int:
         """The place on pipe of the last stage."""
-        return (self.stages.total - 1) % self.state.mesh.size("pipe")
+        return (self.stages.total - 1) % self.mesh.size("pipe")
 
     def train(
         self, calls: Sequence[Callable[[], Tensor]], batch: int, seq: int, experts: int = 0
@@ -204,7 +205,7 @@ class Pipeline:
         Collectives: those of the stages; point to point between neighbours of pipe the residual stream of each
             micro-batch and its gradient, and sums of routers; one all-reduce of the losses over pipe.
         """
-        device_type = self.state.mesh.device.type
+        device_type = self.mesh.device.type
         if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float16:
             raise ValueError(
                 "autocast in float16 is not possible over a grid with pipe: a pipeline makes its gradients in the "
@@ -225,7 +226,7 @@ class Pipeline:
         cache = self.state.context.gather_cache
         kept = contextlib.nullcontext() if self.state.keeps_recomputed else cache.through_passes()
         try:
-            with kept, torch.autocast(self.state.mesh.device.type, enabled=False):
+            with kept, torch.autocast(self.mesh.device.type, enabled=False):
                 losses = run_schedule(schedule, len(calls), functools.partial(waiting, "send", self.group))
             PROGRESS.passing = ""
             self._add_up_tied()
@@ -241,7 +242,7 @@ class Pipeline:
             for module in modules:
                 module.calls = ()
             self.state.context.deferred = None
-        shared = torch.zeros(len(calls), dtype=torch.float64, device=self.state.mesh.device)
+        shared = torch.zeros(len(calls), dtype=torch.float64, device=self.mesh.device)
         if losses:
             shared += torch.stack([loss.detach() for loss in losses])
         reduce_(shared, self.group)
@@ -264,7 +265,7 @@ class Pipeline:
                     list(zip(modules, ends, strict=True)),
                     self.stages.total,
                     micro_batches,
-                    self.state.mesh.device,
+                    self.mesh.device,
                     self.group,
                     self._left_for_later,
                     PROGRESS.enters,
@@ -293,12 +294,12 @@ class Pipeline:
             received: tuple[Tensor, ...] = ()
             if not stage.first:
                 outlines = self.stages.outlines(*self._shape_of(call), self.experts_of(call.keywords))
-                received = receive(outlines, self.state.mesh, stage.index - 1)
+                received = receive(outlines, self.mesh, stage.index - 1)
             PROGRESS.enters("forward", stage.index, 0)
             with self.stages.running(stage, received, seeds(stage, 0)) as passing:
                 output = call()
             if not stage.last:
-                sent.append(send(self.stages.handed(passing), self.state.mesh, stage.index + 1))
+                sent.append(send(self.stages.handed(passing), self.mesh, stage.index + 1))
         PROGRESS.passing = ""
         return self._shared(output, sent)
 
@@ -344,14 +345,14 @@ class Pipeline:
             for name, value in values.items()
             if isinstance(value, Tensor)
         }
-        every = gather_json(facts, self.state.mesh.device, self.group)
+        every = gather_json(facts, self.mesh.device, self.group)
         return cast("dict[str, tuple[list[int], str, bool]]", every[self.source])
 
     def _like_last(self, value: Any, facts: tuple[list[int], str, bool]) -> Tensor:
         """The value where the last stage is, elsewhere room for it."""
         shape, dtype, _ = facts
         if self.here != self.source:
-            return torch.empty(shape, dtype=getattr(torch, dtype), device=self.state.mesh.device)
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=self.mesh.device)
         assert isinstance(value, Tensor)
         return value
 
