@@ -26,6 +26,7 @@ from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.parallel.compiled import compile_regions
 from hf_axonn.parallel.pipeline.norms import norm_over_stages
+from hf_axonn.parallel.sharded_model import sharded_model
 
 
 logger = get_logger(__name__)
@@ -70,7 +71,7 @@ class TrainingMethods:
         """Prepare with autocast, but without DDP: the engine does its own communication. With a dynamo plugin a
         parallelized model is compiled by regions (parallel/compiled.py)."""
         self._shard(model)
-        state, shared = parallel_state(model), AcceleratorState()
+        state, shared = sharded_model(model), AcceleratorState()
         dynamo, off = shared.dynamo_plugin, TorchDynamoPlugin(backend="no")
         with replaced({(shared, "dynamo_plugin"): off} if state is not None else {}):
             prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -165,7 +166,7 @@ class TrainingMethods:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         mesh = self.axonn_mesh
         if mesh.size("pipe") > 1:
-            states = [state for model in prepared_models(self) if (state := parallel_state(model)) is not None]
+            states = [state for model in prepared_models(self) if (state := sharded_model(model)) is not None]
             pipelines = [state.pipeline for state in states if state.pipeline is not None]
             norm = norm_over_stages(gradients, pipelines, mesh, norm_type)
             clip_to_norm(parameters, max_norm, norm)

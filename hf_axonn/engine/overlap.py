@@ -65,14 +65,14 @@ class GatherAhead:
         needless: Callable[[Hashable], bool] = lambda key: False,
     ) -> None:
         self.enabled = enabled
-        self.bundles_of(1, lambda gathering: 1)
+        self.set_bundle_size(1, lambda gathering: 1)
         self._start = start
         self._needless = needless
         self._orders = {False: _Order(), True: _Order()}
         self._known: dict[Hashable, Gathering] = {}
         self._ahead: dict[Hashable, tuple[Pending, int]] = {}
 
-    def bundles_of(self, size: int, measure: Callable[[Gathering], int]) -> None:
+    def set_bundle_size(self, size: int, measure: Callable[[Gathering], int]) -> None:
         """Let a bundle end where its gathers, by this measure, add up to `size`. Ranks have to measure alike."""
         self._size, self._measure = size, measure
 

@@ -2,27 +2,18 @@
 
 A DTensor counts its global numbers. What it does not know: a weight of 4 bits is a matrix of bytes, and over pipe a
 rank has the parameters of its own stages only. Callbacks ask on rank 0 alone, so what other stages have is noted where
-all ranks are (`Pipeline.know_parameters`), and nothing here communicates.
+all ranks are (`Pipeline.update_counts`), and nothing here communicates.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 from torch import nn
 
 from hf_axonn.engine.four_bit import elements_of
+from hf_axonn.engine.stage_tensors import Counted
 from hf_axonn.engine.state import ParallelState, is_parallelized
-
-
-class Counted(NamedTuple):
-    """A parameter or buffer: numbers, bytes, and whether it is trained, an embedding's weight, or a buffer."""
-
-    elements: int
-    nbytes: int
-    trains: bool
-    embeds: bool
-    is_buffer: bool
 
 
 def own_counts(model: nn.Module) -> dict[str, Counted]:

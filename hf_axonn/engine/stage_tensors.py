@@ -1,10 +1,10 @@
-"""Tensors of all stages of a pipeline, each all of it, on rank 0: for files in the ordinary formats."""
+"""Tensors of all stages of a pipeline: what others have, and all of each on rank 0 for files in ordinary formats."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,16 @@ from hf_axonn.distributed.collectives import receive_, send_
 from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import whole
+
+
+class Counted(NamedTuple):
+    """A parameter or buffer: numbers, bytes, and whether it is trained, an embedding's weight, or a buffer."""
+
+    elements: int
+    nbytes: int
+    trains: bool
+    embeds: bool
+    is_buffer: bool
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class FullLinear:
         self.weights = [state.weight_of(linear)]
         self.out_features, self.in_features = linear_size(linear)
         self.layouts = [weight_layout(WeightKind.LINEAR, self.out_features, self.in_features, state.mesh)]
-        state.sharded_layers[linear] = self
+        state.add_layer(linear, self)
         patch_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Replicated:
         self.partial_axes = partial_axes
         self.own = own
         self.added: dict[str, Callable[[Tensor], Tensor]] = {}
-        state.sharded_layers[module] = self
+        state.add_layer(module, self)
         patch_forward(module, self._forward)
 
     def plain(self, name: str) -> Tensor:
@@ -196,7 +196,6 @@ class Reading:
             for name, child in parent._modules.items()
             if child in reader.read
         ]
-        state.readings.append(self)
         patch_forward(reader.module, self._call, method=reader.method)
 
     def also(self, child: nn.Module, parent: nn.Module, name: str) -> None:

@@ -80,7 +80,7 @@ class Column:
         self._computed: tuple[Tensor, dict[int, Tensor]] | None = None
         self._outer: torch.dtype | None = None  # of the block's input, where weights of 4 bits ask for another
         for index, linear in enumerate(linears):
-            state.sharded_layers[linear] = self
+            state.add_layer(linear, self)
             patch_forward(linear, functools.partial(self._project, index))
 
     @property
@@ -188,7 +188,7 @@ class Row:
         self.axes = heads.axes if heads else ("x", "y")
         self.like = like
         self._leading: torch.Size | None = None
-        state.sharded_layers[linear] = self
+        state.add_layer(linear, self)
         self.weights = [state.weight_of(linear)]
         self.hidden_size = linear_size(linear)[0]
         self.layouts = [

@@ -92,7 +92,7 @@ class Experts:
         self.products = {}
         # What adapters do to a parameter, by name.
         self.added: dict[str, Callable[[Tensor], Tensor]] = {}
-        state.sharded_layers[module] = self
+        state.add_layer(module, self)
         for name in expert_weights(module):
             _, rows, cols = module._parameters[name].shape
             layout = ExpertLayout(len(self.range), rows, cols, state.mesh.size("z"), state.mesh.index("z"))

@@ -116,7 +116,7 @@ class Embedding:
         self.module = module
         self.weights = [state.weight_of(module)]
         self.layouts = [weight_layout(WeightKind.VOCABULARY, module.num_embeddings, module.embedding_dim, state.mesh)]
-        state.sharded_layers[module] = self
+        state.add_layer(module, self)
         patch_forward(module, self._forward)
 
     def _forward(self, _original: Callable, ids: Tensor) -> Tensor:
@@ -166,8 +166,7 @@ class Head:
         self.linear = linear
         self.weights = [state.weight_of(linear)]
         self.layouts = [weight_layout(WeightKind.VOCABULARY, linear.out_features, linear.in_features, state.mesh)]
-        state.has_head = True
-        state.sharded_layers[linear] = self
+        state.add_layer(linear, self)
         patch_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor | DeferredLogits:

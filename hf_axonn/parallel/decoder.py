@@ -28,16 +28,16 @@ from hf_axonn.compat.transformers import checkpoints_in_forward, wrap_checkpoint
 from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.engine.gradient_sync import watch_backward
-from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, split_hidden_states
 from hf_axonn.losses.router_aux import full_router_logits
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
+from hf_axonn.parallel.sharded_model import ShardedModel
 
 
-def install_decoder(state: ParallelState, model: nn.Module, plan: ShardingPlan) -> None:
+def install_decoder(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -> None:
     """Divide the residual stream at the first decoder layer and gather it at the decoder's end, or at the last layer's
     where something other than a norm follows."""
-    layers = state.layers = [model.get_submodule(name) for name in plan.layers]
+    layers = state.layers
     for layer in layers:
         last = plan.ends and layer is layers[-1]
         end = None if not last else "tokens" if plan.final is not None else "full"
@@ -49,11 +49,11 @@ def install_decoder(state: ParallelState, model: nn.Module, plan: ShardingPlan) 
         )
     decoder = model.get_submodule(plan.decoder)
     patch_forward(decoder, functools.partial(_decoder, state, plan.final is None))
-    state.installers |= dict.fromkeys((decoder, *layers))
+    state.refuse_copies(decoder, *layers)
 
 
 def _layer(
-    state: ParallelState, layer: nn.Module, first: bool, end: str | None, original: Callable, /, *args, **kwargs
+    state: ShardedModel, layer: nn.Module, first: bool, end: str | None, original: Callable, /, *args, **kwargs
 ):
     """A decoder layer: the first takes this rank's tokens, the last hands on `tokens` or gathers the `full` ones."""
     if first:
@@ -81,7 +81,7 @@ def _map_first(output, function: Callable):
     return type(output)((function(output[0]), *output[1:]))
 
 
-def _full_sequence(state: ParallelState, original: Callable, /, *args, **kwargs):
+def _full_sequence(state: ShardedModel, original: Callable, /, *args, **kwargs):
     """A module that needs the full sequence: tokens are gathered over (x, y) for it, every rank does all of its work
     (but for its Linears), and takes its own tokens of the first result."""
     tokens, mesh = state.context.tokens, state.mesh
@@ -99,7 +99,7 @@ def _full_sequence(state: ParallelState, original: Callable, /, *args, **kwargs)
     return _map_first(output, lambda hidden: take_tokens(hidden, tokens, mesh).view(*shape[:-1], -1))
 
 
-def install_recomputation(state: ParallelState, model: nn.Module) -> None:
+def install_recomputation(state: ShardedModel, model: nn.Module) -> None:
     """Let every layer that can be checkpointed run again as it ran at first."""
 
     def forward(checkpointed: list[nn.Module], original: Callable, /, *args, **kwargs):
@@ -118,7 +118,7 @@ def install_recomputation(state: ParallelState, model: nn.Module) -> None:
             patch_forward(module, functools.partial(forward, layers))
 
 
-def _keep_for_recomputation(state: ParallelState, layer: nn.Module) -> None:
+def _keep_for_recomputation(state: ShardedModel, layer: nn.Module) -> None:
     """A checkpointed layer runs again in backward, when another batch may have passed, so its tokens and the seed of
     its dropout are put back. With a checkpoint in its forward what then runs is the forward of its class without what
     was put around it, so its own parameters are put back, too."""
@@ -155,7 +155,7 @@ def _keep_for_recomputation(state: ParallelState, layer: nn.Module) -> None:
     wrap_checkpointing(layer, wrap)
 
 
-def _decoder(state: ParallelState, ended: bool, original: Callable, /, *args, **kwargs):
+def _decoder(state: ShardedModel, ended: bool, original: Callable, /, *args, **kwargs):
     output = original(*args, **kwargs)
     if isinstance(output, dict) and output.get("attentions") is not None:
         output["attentions"] = tuple(_all_heads(state, weights) for weights in output["attentions"])
@@ -186,7 +186,7 @@ def _decoder(state: ParallelState, ended: bool, original: Callable, /, *args, **
     return output
 
 
-def _gather_routers(state: ParallelState, output: dict, tokens: Tokens | None) -> None:
+def _gather_routers(state: ShardedModel, output: dict, tokens: Tokens | None) -> None:
     """Let the router logits of an output be those of all tokens. Collectives: those of `full_router_logits`."""
     if tokens is not None and tokens.sharded and output.get("router_logits") is not None:
         output["router_logits"] = tuple(
@@ -194,7 +194,7 @@ def _gather_routers(state: ParallelState, output: dict, tokens: Tokens | None) -
         )
 
 
-def _all_heads(state: ParallelState, weights: Tensor) -> Tensor:
+def _all_heads(state: ShardedModel, weights: Tensor) -> Tensor:
     """Attention weights [B, own heads, S, S] -> [B, heads, S, S]. All-gather over the axes that divide the heads."""
     if not state.attention_axes:
         return weights
@@ -202,9 +202,9 @@ def _all_heads(state: ParallelState, weights: Tensor) -> Tensor:
     return blocks.movedim(0, 1).flatten(1, 2)
 
 
-def install_causal_lm(state: ParallelState, model: nn.Module) -> None:
+def install_causal_lm(state: ShardedModel, model: nn.Module) -> None:
     """Mark where a pass of the whole model begins, and decide whether its head is left to the loss."""
-    state.know_layers({module: name for name, module in model.named_modules()})
+    state.plan_gathers({module: name for name, module in model.named_modules()})
     signature = inspect.signature(model.forward)
 
     def forward(original: Callable, *args, **kwargs):
@@ -241,7 +241,7 @@ def install_causal_lm(state: ParallelState, model: nn.Module) -> None:
         model.generate = functools.partial(_generate, state, model, model.generate)
 
 
-def _base_model(state: ParallelState, model: nn.Module, original: Callable, /, *args, **kwargs):
+def _base_model(state: ShardedModel, model: nn.Module, original: Callable, /, *args, **kwargs):
     """The model without its head, which may also be called on its own."""
     if state.context.in_forward:
         return original(*args, **kwargs)
@@ -251,7 +251,7 @@ def _base_model(state: ParallelState, model: nn.Module, original: Callable, /, *
     return output
 
 
-def _generate(state: ParallelState, model: nn.Module, original: Callable, /, *args, **kwargs):
+def _generate(state: ShardedModel, model: nn.Module, original: Callable, /, *args, **kwargs):
     """Every forward uses weights gathered over z, so with a cache all ranks go on until the longest row is done.
 
     The weights are gathered once for the call. Memory: those of a model on the same grid with z = 1.

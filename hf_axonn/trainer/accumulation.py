@@ -26,10 +26,10 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.gradient_sync import watch_backward
-from hf_axonn.engine.state import ParallelState, parallel_state
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.parallel.pipeline.forward import by_row, divisions, is_labels, with_rows
+from hf_axonn.parallel.sharded_model import ShardedModel, sharded_model
 from hf_axonn.trainer.smoothing import loss_to_smooth
 
 
@@ -43,7 +43,7 @@ PADS = {"attention_mask": 0, "position_ids": 0, "seq_idx": -1, "token_type_ids":
 def get_batch_samples(self, original: Callable, *args, **kwargs):
     """Note the batches of a step."""
     batches, items = original(*args, **kwargs)
-    state = parallel_state(self.model)
+    state = sharded_model(self.model)
     self._axonn_step = None
     if state is not None and state.pipeline is not None and batches:
         self._axonn_step = AccumulatedStep(state, batches)
@@ -93,7 +93,7 @@ class AccumulatedStep:
         losses: of the batches, when they have run; None before.
     """
 
-    def __init__(self, state: ParallelState, batches: list[Batch]) -> None:
+    def __init__(self, state: ShardedModel, batches: list[Batch]) -> None:
         assert state.pipeline is not None
         self.state = state
         self.pipeline = state.pipeline
@@ -166,6 +166,15 @@ class AccumulatedStep:
             watch_backward(self.pipeline.model, self.state, total)
             trainer.accelerator.backward(total)
         return loss
+
+
+def from_last_stage(model: nn.Module, value: Tensor | None) -> Tensor | None:
+    """Return what the ranks with the last stage have as `value`; without a pipeline `value` itself.
+
+    Collectives: those of `Pipeline.from_last`.
+    """
+    state = sharded_model(model)
+    return value if state is None or state.pipeline is None else state.pipeline.from_last(value)
 
 
 @functools.cache

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.compat.peft import without_peft
-from hf_axonn.engine.state import parallel_state
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
+from hf_axonn.parallel.sharded_model import sharded_model
 
 
 def compute_loss(
@@ -51,7 +51,7 @@ def loss_to_smooth(trainer, model: nn.Module, inputs: dict[str, Any]) -> Sharded
         return None
     if not (model.training and torch.is_grad_enabled()) or "labels" not in inputs or "shift_labels" in inputs:
         return None
-    state = parallel_state(trainer.accelerator.unwrap_model(model))
+    state = sharded_model(trainer.accelerator.unwrap_model(model))
     if state is None or not (state.has_head or state.pipeline is not None):  # where one stage has the head
         return None
     inner = without_peft(trainer.accelerator.unwrap_model(model))

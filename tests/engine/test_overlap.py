@@ -59,7 +59,7 @@ def gathering_ahead(keys, size=1, *, dtypes="", **options):
     """Gathers of weights that are as large as their letter is far on in the alphabet."""
     weights = Weights(keys, dtypes)
     ahead = GatherAhead(weights.start, **{"enabled": True, **options})
-    ahead.bundles_of(size, lambda gathering: ord(gathering.key) - ord("a") + 1)
+    ahead.set_bundle_size(size, lambda gathering: ord(gathering.key) - ord("a") + 1)
     return ahead, weights
 
 

@@ -13,7 +13,7 @@ from hf_axonn.compat.peft import adapter_layers, variant_names, without_peft, wr
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.linears import is_linear
-from hf_axonn.engine.state import ParallelState
+from hf_axonn.parallel.sharded_model import ShardedModel
 
 
 # How PEFT may fill new adapters of a model that is sharded already: the other ways read the weight, or change it.
@@ -104,7 +104,7 @@ def _check_sharing(model: nn.Module) -> None:
                 )
 
 
-def check_config(state: ParallelState, model: nn.Module, config) -> None:
+def check_config(state: ShardedModel, model: nn.Module, config) -> None:
     """Refuse adapters that are about to be put into a sharded model. Changes nothing.
 
     Args:
@@ -134,7 +134,7 @@ def check_config(state: ParallelState, model: nn.Module, config) -> None:
         )
     for name, module in saved_modules(model, config):
         for inner in module.modules():
-            if state.installers.get(inner, ()) is None:
+            if not state.can_copy(inner):
                 raise ValueError(SEVERAL.format(name))
 
 

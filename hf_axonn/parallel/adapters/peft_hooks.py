@@ -23,10 +23,11 @@ from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.parameter_counts import num_parameters
-from hf_axonn.engine.state import ParallelState, is_parallelized
+from hf_axonn.engine.state import is_parallelized
 from hf_axonn.layers.dropout import mix
 from hf_axonn.parallel.adapters.checks import check_adapters, check_config, saved_modules
 from hf_axonn.parallel.adapters.install import install_adapters
+from hf_axonn.parallel.sharded_model import ShardedModel
 
 
 def watch_peft() -> None:
@@ -63,9 +64,9 @@ def _method(wrapper: Callable, original: Callable) -> Callable:
     return method
 
 
-def sharded_parts(model: nn.Module) -> list[tuple[nn.Module, ParallelState]]:
+def sharded_parts(model: nn.Module) -> list[tuple[nn.Module, ShardedModel]]:
     """The parallelized models in a module, itself or some of its children, with how each lies on the grid."""
-    return [(module, cast(ParallelState, module.axonn)) for module in model.modules() if is_parallelized(module)]
+    return [(module, cast(ShardedModel, module.axonn)) for module in model.modules() if is_parallelized(module)]
 
 
 def inject_adapter(self, original: Callable, model: nn.Module, adapter_name: str, *args, **kwargs) -> None:
@@ -74,7 +75,7 @@ def inject_adapter(self, original: Callable, model: nn.Module, adapter_name: str
 
     Raises:
         ValueError: one of `check_config`, or over pipe a stage has no module that is to be adapted; on every rank.
-    Collectives: those of `install_adapters`; with pipe those of `Pipeline.know_modules` and one before.
+    Collectives: those of `install_adapters`; with pipe those of `Pipeline.update_modules` and one before.
     """
     parts = sharded_parts(model)
     for part, state in parts:
@@ -92,7 +93,7 @@ def inject_adapter(self, original: Callable, model: nn.Module, adapter_name: str
         check_adapters(part)
         install_adapters(state, part)
         if state.pipeline is not None:
-            state.pipeline.know_modules()
+            state.pipeline.update_modules()
     if parts and hasattr(type(self), "add_weighted_adapter"):
         self.add_weighted_adapter = _refuse_weighted
 
@@ -122,7 +123,7 @@ def _copyable(model: nn.Module, config) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _of_stage(state: ParallelState, model: nn.Module) -> Iterator[None]:
+def _of_stage(state: ShardedModel, model: nn.Module) -> Iterator[None]:
     """While inside, a model on pipe has no modules but those of this stage, and new numbers are the stage's own: the
     generators of all ranks have drawn the same afterwards.
 

@@ -28,7 +28,8 @@ from hf_axonn.distributed.watchdog.watchdog import note_stages
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.matmul3d import finish_deferred
-from hf_axonn.engine.parameter_counts import Counted, own_counts
+from hf_axonn.engine.parameter_counts import own_counts
+from hf_axonn.engine.stage_tensors import Counted
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.dropout import dropout_names, probability
 from hf_axonn.losses.router_aux import carried_experts
@@ -48,15 +49,13 @@ class Pipeline:
         state: of the model.
         stages: of this rank.
         model: with the modules of this rank.
-        names: of the parameters of the whole model, before it was divided, in order.
     """
 
-    def __init__(self, state: ParallelState, stages: Stages, model: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, state: ParallelState, stages: Stages, model: nn.Module) -> None:
         self.state = state
         self.mesh = state.mesh
         self.stages = stages
         self.model = model
-        self.names = names
         self.group = state.mesh.group("pipe")
         if len(stages.own) > 1:
             record_outputs(stages.decoder)
@@ -79,7 +78,7 @@ class Pipeline:
             wanted = getattr(self.model.config, "output_router_logits", False)
         return carried_experts(self.model) if wanted else 0
 
-    def know_modules(self) -> None:
+    def update_modules(self) -> None:
         """Look at the model once it has its modules, and again when adapters have come or its weights have another
         dtype. Collectives over pipe: those of `gather_texts`.
 
@@ -105,16 +104,16 @@ class Pipeline:
                 "and an optimizer wants parameters: let each stage train some (stage_layers says which layers it "
                 "has), or use a grid without pipe."
             )
-        self.know_parameters()
+        self.update_counts()
 
-    def know_parameters(self) -> None:
+    def update_counts(self) -> None:
         """Note what other stages have, for numbers that a rank alone is asked for (`num_parameters`). Collectives over
         pipe: those of `gather_texts`."""
         own = own_counts(self.model)
         every = gather_json(own, self.mesh.device, self.group)
-        self.state.elsewhere = {
-            name: Counted(*its) for counts in every for name, its in counts.items() if name not in own
-        }
+        self.state.set_elsewhere(
+            {name: Counted(*fields) for counts in every for name, fields in counts.items() if name not in own}
+        )
 
     def _adapted_ends(self, *, embedding: bool, head: bool) -> None:
         """Give a weight that both ends have the name that an adapter around the embedding gives it on one process, and
@@ -388,7 +387,7 @@ class Gradients:
     def loss(self, total: Tensor) -> Tensor:
         """A loss of this value, whose backward adds the gradients."""
         anchor = torch.zeros((), device=total.device, requires_grad=True)
-        return cast(Tensor, _Loss.apply(anchor, total, self))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Loss.apply(anchor, total, self))
 
 
 class _Loss(torch.autograd.Function):

@@ -23,14 +23,14 @@ def receive(outlines: Sequence[Tensor], mesh: GridMesh, stage: int) -> tuple[Ten
     `outlines`: empty tensors of its shapes and dtypes, on the meta device.
     """
     peer = stage % mesh.size("pipe")
-    return cast("tuple[Tensor, ...]", _Receive.apply(_anchor(mesh), outlines, mesh, peer))  # type: ignore[no-untyped-call]
+    return cast("tuple[Tensor, ...]", _Receive.apply(_anchor(mesh), outlines, mesh, peer))
 
 
 def send(handed: Sequence[Tensor], mesh: GridMesh, stage: int) -> Tensor:
     """Send something to stage number `stage`, from which its gradients will come -> a number that stands for it in the
     graph. Point to point over pipe."""
     peer = stage % mesh.size("pipe")
-    return cast(Tensor, _Send.apply(_anchor(mesh), mesh, peer, *handed))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Send.apply(_anchor(mesh), mesh, peer, *handed))
 
 
 def share(value: Tensor, group: ProcessGroup, source: int, sent: Sequence[Tensor]) -> Tensor:
@@ -38,7 +38,7 @@ def share(value: Tensor, group: ProcessGroup, source: int, sent: Sequence[Tensor
 
     Backward: to where it comes from; on the others it begins with what they have `sent`. One broadcast over `group`.
     """
-    return cast(Tensor, _Share.apply(value, group, source, *sent))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Share.apply(value, group, source, *sent))
 
 
 def _anchor(mesh: GridMesh) -> Tensor:
