@@ -83,7 +83,7 @@ class TrainingMethods:
                 if not dynamo.dynamic:  # `accelerate launch` says False by default
                     options.pop("dynamic", None)
                 compile_regions(state, model, **options)
-            state.context.averages_itself = True
+            state.context.averaging.average_by_itself()
             # Scripts take these from the wrapper that DistributedDataParallel would be.
             prepared.no_sync = partial(self.no_sync, prepared)
             prepared.__dict__["module"] = prepared
@@ -130,9 +130,14 @@ class TrainingMethods:
         each = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         models = {model: state for model in prepared_models(self) if (state := parallel_state(model)) is not None}
         averaged = [
-            model for model, state in models.items() if (self.sync_gradients or each) and state.context.averages
+            model
+            for model, state in models.items()
+            if (self.sync_gradients or each) and state.context.averaging.averages
         ]
-        with replaced({(state.context, "averages_itself"): False for state in models.values()}), syncing(*averaged):
+        with contextlib.ExitStack() as stack:
+            for state in models.values():
+                stack.enter_context(state.context.averaging.by_caller())
+            stack.enter_context(syncing(*averaged))
             super().backward(loss, **kwargs)
 
     @contextlib.contextmanager
@@ -143,7 +148,7 @@ class TrainingMethods:
             with super().no_sync(model):
                 yield
             return
-        with replaced({(state.context, "no_sync"): True}):
+        with state.context.averaging.unsynced():
             yield
 
     @contextlib.contextmanager
@@ -154,7 +159,7 @@ class TrainingMethods:
             with super().trigger_sync_in_backward(model):
                 yield
             return
-        with replaced({(state.context, "averages"): True}):
+        with state.context.averaging.synced():
             yield
 
     def clip_grad_norm_(self, parameters, max_norm: float, norm_type: float = 2):

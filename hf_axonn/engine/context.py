@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens
+from hf_axonn.engine.averaging import GradientAveraging
 from hf_axonn.engine.gather_cache import GatherCache
 from hf_axonn.engine.gathering import start_gathers
 from hf_axonn.engine.overlap import GatherAhead, GradientSchedule, ReductionQueue, in_backward
@@ -52,10 +53,7 @@ class PassContext:
         tokens: the batch that passes through the decoder layers; None outside of them.
         in_forward: whether a forward pass of the whole model is under way.
         wants_gradients: whether the last pass began with gradients on.
-        no_sync: whether passes that begin now leave their gradients unaveraged (`accelerator.no_sync`).
-        averages: whether the gradients of the last pass are to be averaged.
-        averages_itself: whether a backward pass averages them at its end, whoever has called it.
-        will_average: whether the backward pass that is under way will do so.
+        averaging: whether gradients are averaged, and who begins that.
         defer_head: whether the head leaves its logits to the loss in this pass (training with labels).
         items_of_all: whether the num_items_in_batch of a pass are those of all ranks, and not of this (data, z) alone.
         share_factor: what a loss for num_items_in_batch is multiplied by in this pass (losses/shares.py).
@@ -74,10 +72,7 @@ class PassContext:
         self.tokens: Tokens | None = None
         self.in_forward = False
         self.wants_gradients = False
-        self.no_sync = False
-        self.averages = True
-        self.averages_itself = False
-        self.will_average = False
+        self.averaging = GradientAveraging()
         self.defer_head = False
         self.items_of_all = True
         self.share_factor = 1
@@ -98,8 +93,7 @@ class PassContext:
         """Start a pass: drop earlier gathers, and give trained shards their nodes in the new graph."""
         self.wants_gradients = torch.is_grad_enabled()
         if self.wants_gradients:
-            self.averages = not self.no_sync
-            self.will_average = False  # a backward pass that failed never came to its end
+            self.averaging.begin_pass()
         self.gather_ahead.begin_pass()
         self.gather_cache.begin_pass()
         for weight in weights:

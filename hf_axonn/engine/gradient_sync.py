@@ -95,16 +95,14 @@ def watch_backward(model: nn.Module, state: ParallelState, output: object) -> No
 
 def _backward_begins(model: nn.Module, state: ParallelState, grad: Tensor) -> Tensor | None:
     _unaveraged[state] = weakref.ref(model)
-    context = state.context
-    if context.averages_itself and context.averages and not context.will_average:
-        context.will_average = True
+    if state.context.averaging.backward_begins():
         at_end_of_backward(partial(_average_at_end, model, state))
     # A loss to which a term of the parameters was added is a DTensor.
     return grad.full_tensor() if isinstance(grad, DTensor) else None
 
 
 def _average_at_end(model: nn.Module, state: ParallelState) -> None:
-    state.context.will_average = False
+    state.context.averaging.finish()
     sync_gradients(model)
 
 

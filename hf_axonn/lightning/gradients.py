@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_axonn.accelerator.training import clip_to_norm
-from hf_axonn.compat.replaced import replaced
 from hf_axonn.engine.dtensors import local, whole
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.engine.state import parallel_state
@@ -25,8 +24,11 @@ def averaging(*models: nn.Module) -> Iterator[None]:
     Collectives: those of `syncing`.
     """
     states = {model: state for model in models if (state := parallel_state(model)) is not None}
-    averaged = [model for model, state in states.items() if state.context.averages]
-    with replaced({(state.context, "averages_itself"): False for state in states.values()}), syncing(*averaged):
+    averaged = [model for model, state in states.items() if state.context.averaging.averages]
+    with contextlib.ExitStack() as stack:
+        for state in states.values():
+            stack.enter_context(state.context.averaging.by_caller())
+        stack.enter_context(syncing(*averaged))
         yield
 
 
@@ -34,7 +36,9 @@ def averaging(*models: nn.Module) -> Iterator[None]:
 def leave_unsynced(*models: nn.Module) -> Iterator[None]:
     """Leave the gradients of passes that begin inside as each rank has them: those before the last of a step."""
     states = [state for model in models if (state := parallel_state(model)) is not None]
-    with replaced({(state.context, "no_sync"): True for state in states}):
+    with contextlib.ExitStack() as stack:
+        for state in states:
+            stack.enter_context(state.context.averaging.unsynced())
         yield
 
 

@@ -162,7 +162,7 @@ class AccumulatedStep:
         self._taken += 1
         if self._taken == len(self.batches):
             total = self.gradients.loss(self.losses.sum())
-            self.state.context.averages = not self.state.context.no_sync  # which held for earlier batches
+            self.state.context.averaging.begin_pass()  # what held for earlier batches may not for this one
             watch_backward(self.pipeline.model, self.state, total)
             trainer.accelerator.backward(total)
         return loss
