@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,26 +41,44 @@ class StagePass:
     tokens: Tokens | None = None
     real: tuple[int, int] | None = None
 
+    def arrive(self, tokens: Tokens) -> None:
+        """Note the batch that has come to the layers."""
+        self.tokens = tokens
+
+    def depart(self, hidden: Tensor, tokens: Tokens) -> None:
+        """Note the residual stream for the next stage, and the batch that has left the layers."""
+        self.handed, self.tokens = hidden, tokens
+
+    def add_routing(self, sums: Tensor) -> None:
+        """Add the sums over the routers of this stage to those of the stages before."""
+        self.routing = sums if self.routing is None else self.routing + sums
+
+    def set_real(self, rows: int, columns: int) -> None:
+        """Note how much of the batch was there before it was filled up."""
+        self.real = rows, columns
+
 
 class PassContext:
-    """The pass that is under way, or the last one.
+    """The pass that is under way, or the last one. What is set is set by the method that is named beside it.
 
     Args:
         config: overlap switches.
         mesh: where z is 1 there is nothing to gather ahead and no reduction to hide.
 
     Attributes:
-        tokens: the batch that passes through the decoder layers; None outside of them.
-        in_forward: whether a forward pass of the whole model is under way.
-        wants_gradients: whether the last pass began with gradients on.
+        tokens: the batch that passes through the decoder layers (`enter_layers`); None outside of them.
+        in_forward: whether a forward pass of the whole model is under way (`begin_forward`).
+        wants_gradients: whether the last pass began with gradients on (`begin_forward`).
+        defer_head: whether the head leaves its logits to the loss in this pass, in training with labels
+            (`begin_forward`).
         averaging: whether gradients are averaged, and who begins that.
-        defer_head: whether the head leaves its logits to the loss in this pass (training with labels).
-        items_of_all: whether the num_items_in_batch of a pass are those of all ranks, and not of this (data, z) alone.
-        share_factor: what a loss for num_items_in_batch is multiplied by in this pass (losses/shares.py).
-        random_seed, random_count: of the `keyed_random` that is open (layers/dropout.py).
-        stage: of a pipeline that is running (parallel/pipeline/); None outside of them.
-        deferred: where backward passes leave the computation of weight gradients (`matmul3d.finish_deferred`); None:
-            they compute them.
+        items_of_all: whether the num_items_in_batch of a pass are those of all ranks, and not of this (data, z) alone
+            (`own_items`).
+        share_factor: what a loss for num_items_in_batch is multiplied by in this pass (`multiplied_shares`).
+        random_seed, random_count: of the `keyed_random` that is open (`with_seed`, `count_random`).
+        stage: of a pipeline that is running (`running`); None outside of them.
+        deferred: where backward passes leave the computation of weight gradients (`deferring`); None: they compute
+            them.
         gather_cache: gathered weights that outlive their multiplication.
         gather_ahead: gathers that begin before they are needed.
         gradient_schedule: when finished weight gradients are handed to autograd.
@@ -89,8 +107,16 @@ class PassContext:
         self.gradient_schedule = GradientSchedule(distance=2 if z > 1 else 0)
         self.reductions = ReductionQueue(enabled=config.overlap.reduce_scatter)
 
-    def begin_forward(self, weights: Sequence[ShardedWeight]) -> None:
-        """Start a pass: drop earlier gathers, and give trained shards their nodes in the new graph."""
+    def begin_forward(
+        self, weights: Sequence[ShardedWeight], *, whole_model: bool = False, defer_head: bool = False
+    ) -> None:
+        """Start a pass: drop earlier gathers, and give trained shards their nodes in the new graph.
+
+        Args:
+            whole_model: the pass is one of the whole model, and ends with `end_forward`.
+            defer_head: the head of it leaves its logits to the loss.
+        """
+        self.in_forward, self.defer_head = whole_model, defer_head
         self.wants_gradients = torch.is_grad_enabled()
         if self.wants_gradients:
             self.averaging.begin_pass()
@@ -109,6 +135,14 @@ class PassContext:
         """Note that a forward pass has come to these weights."""
         if torch.is_grad_enabled() and not in_backward():
             self.gradient_schedule.enter(group)
+
+    def enter_layers(self, tokens: Tokens) -> None:
+        """Note the batch that has come to the decoder layers."""
+        self.tokens = tokens
+
+    def leave_layers(self) -> None:
+        """Note that the batch has left the decoder layers."""
+        self.tokens = None
 
     @contextlib.contextmanager
     def with_tokens(self, tokens: Tokens | None) -> Iterator[None]:
@@ -129,3 +163,62 @@ class PassContext:
             yield
         finally:
             self.random_seed, self.random_count = before
+
+    def count_random(self) -> int:
+        """Count a nested `keyed_random`, and return its number."""
+        self.random_count += 1
+        return self.random_count
+
+    def snapshot(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Return what puts the tokens and the seed of now back for the time of a block, when a layer runs again."""
+        tokens, seed, count = self.tokens, self.random_seed, self.random_count
+
+        @contextlib.contextmanager
+        def restored() -> Iterator[None]:
+            with self.with_tokens(tokens), self.with_seed(seed, count):
+                yield
+
+        return restored
+
+    @contextlib.contextmanager
+    def running(self, stage: StagePass) -> Iterator[None]:
+        """Set `stage` inside: the stage of a pipeline that runs."""
+        self.stage = stage
+        try:
+            yield
+        finally:
+            self.stage = None
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Let backward passes inside leave the computation of weight gradients to those who take them
+        (`take_deferred`, `matmul3d.finish_deferred`)."""
+        self.deferred = []
+        try:
+            yield
+        finally:
+            self.deferred = None
+
+    def take_deferred(self) -> list[partial[list[Tensor]]]:
+        """Return what backward passes have left since this was called last."""
+        assert self.deferred is not None
+        deferred, self.deferred = self.deferred, []
+        return deferred
+
+    @contextlib.contextmanager
+    def own_items(self) -> Iterator[None]:
+        """Take the num_items_in_batch of passes inside as those of this (data, z) alone."""
+        before, self.items_of_all = self.items_of_all, False
+        try:
+            yield
+        finally:
+            self.items_of_all = before
+
+    @contextlib.contextmanager
+    def multiplied_shares(self, factor: int) -> Iterator[None]:
+        """Multiply losses for num_items_in_batch inside (losses/shares.py)."""
+        before, self.share_factor = self.share_factor, factor
+        try:
+            yield
+        finally:
+            self.share_factor = before

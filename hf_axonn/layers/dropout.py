@@ -39,8 +39,7 @@ def keyed_random(state: ParallelState, axes: tuple[str, ...]) -> Iterator[None]:
     if outer is None:
         seed = int(torch.randint(2**62, ()))
     else:
-        context.random_count += 1
-        seed = mix(outer, context.random_count)
+        seed = mix(outer, context.count_random())
     coordinates = [state.coordinates[axis] for axis in ("data", "z", *axes)]
     device = state.mesh.device
     # fork_rng puts the generators back, so that ranks are in step again afterwards.

@@ -194,8 +194,8 @@ class RouterLoss:
                 f"{len(stage.routing) // 2}: every layer of a pipeline needs as many experts."
             )
         counts, probability = _sums(gate_logits, num_experts, top_k, _real(stage, attention_mask), mesh.device)
-        routing = torch.cat([counts.double(), probability.double()])
-        stage.routing = routing if stage.routing is None else stage.routing + routing
+        stage.add_routing(torch.cat([counts.double(), probability.double()]))
+        assert stage.routing is not None
         if not stage.last:
             return stage.routing.new_zeros((), dtype=torch.float32)
         sums, probability = stage.routing.split([num_experts + 1, num_experts])

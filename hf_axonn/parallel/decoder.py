@@ -59,7 +59,7 @@ def _layer(
     if first:
         hidden, args, kwargs = split_hidden_states(args, kwargs)
         hidden = state.as_residual(hidden)
-        state.context.tokens = state.tokens_of(hidden)
+        state.context.enter_layers(state.tokens_of(hidden))
         if state.context.tokens.sharded:
             hidden = take_tokens(hidden, state.context.tokens, state.mesh)
         args = (hidden, *args)
@@ -134,7 +134,7 @@ def _keep_for_recomputation(state: ShardedModel, layer: nn.Module) -> None:
         region = state.regions.get(layer)
         if region is not None and isinstance(function, functools.partial) and function.func is region.plain:
             function = functools.partial(region.run, *function.args[1:], **function.keywords)  # without the layer
-        tokens, seed, count, first = state.context.tokens, state.context.random_seed, state.context.random_count, True
+        again, first = state.context.snapshot(), True
 
         def run(*inner_args, **inner_kwargs):
             nonlocal first
@@ -143,8 +143,7 @@ def _keep_for_recomputation(state: ShardedModel, layer: nn.Module) -> None:
                 return function(*inner_args, **inner_kwargs)
             own = [state.sharded_layers.get(layer), *(its for its in state.readings if its.module is layer)]
             with contextlib.ExitStack() as stack:
-                stack.enter_context(state.context.with_tokens(tokens))
-                stack.enter_context(state.context.with_seed(seed, count))
+                stack.enter_context(again())
                 for reader in own if checkpoints_in_forward() else ():
                     if hasattr(reader, "plain_parameters"):
                         stack.enter_context(reader.plain_parameters())
@@ -163,7 +162,7 @@ def _decoder(state: ShardedModel, ended: bool, original: Callable, /, *args, **k
     if stage is not None and not stage.last and isinstance(output, dict):
         _gather_routers(state, output, stage.tokens)
     if tokens is None or not tokens.sharded:
-        state.context.tokens = None
+        state.context.leave_layers()
         return output
 
     def full(hidden: Tensor) -> Tensor:
@@ -182,7 +181,7 @@ def _decoder(state: ShardedModel, ended: bool, original: Callable, /, *args, **k
     else:
         output = (last(output[0]), *output[1:])
     if not leave:
-        state.context.tokens = None
+        state.context.leave_layers()
     return output
 
 
@@ -212,12 +211,10 @@ def install_causal_lm(state: ShardedModel, model: nn.Module) -> None:
             for parameter in model.parameters():
                 if isinstance(parameter, DTensor):
                     follow_dtype(parameter)
-        state.context.begin_forward(state.weights)
-        state.context.in_forward = True
         given = signature.bind_partial(*args, **kwargs).arguments
         logits_to_keep = given.get("logits_to_keep", 0)
         loss = getattr(model, "loss_function", None)
-        state.context.defer_head = (
+        defer_head = (
             isinstance(loss, ShardedCausalLMLoss)
             and (loss.takes_logits or (model.training and torch.is_grad_enabled()))
             and given.get("labels") is not None
@@ -225,6 +222,7 @@ def install_causal_lm(state: ShardedModel, model: nn.Module) -> None:
             and isinstance(logits_to_keep, int)
             and logits_to_keep == 0
         )
+        state.context.begin_forward(state.weights, whole_model=True, defer_head=defer_head)
         try:
             output = original(*args, **kwargs)
         finally:

@@ -132,7 +132,7 @@ class AccumulatedStep:
     def _call(self, loss_of: Callable[[Batch], Tensor], batch: Batch, real: tuple[int, int]) -> Tensor:
         """Return the loss of a batch, and tell the stage its size before it was filled up."""
         assert self.state.context.stage is not None
-        self.state.context.stage.real = real
+        self.state.context.stage.set_real(*real)
         return loss_of(batch)
 
     def _fill_up(self, batches: list[Batch]) -> list[Batch]:

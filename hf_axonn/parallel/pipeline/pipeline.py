@@ -215,17 +215,16 @@ class Pipeline:
         seeds = self.stages.seeds(training=True)
         for module in modules:
             module.calls, module.autocast, module.seeds = calls, autocast, seeds
-        if self.state.config.schedule == "zero_bubble":
-            self.state.context.deferred = []
         parameters = self.parameters
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         # What a layer that runs again has gathered is let go in backward; other kept weights serve all micro-batches.
-        cache = self.state.context.gather_cache
-        kept = contextlib.nullcontext() if self.state.keeps_recomputed else cache.through_passes()
+        context = self.state.context
+        kept = contextlib.nullcontext() if self.state.keeps_recomputed else context.gather_cache.through_passes()
+        later = context.deferring() if self.state.config.schedule == "zero_bubble" else contextlib.nullcontext()
         try:
-            with kept, torch.autocast(self.mesh.device.type, enabled=False):
+            with kept, later, torch.autocast(self.mesh.device.type, enabled=False):
                 losses = run_schedule(schedule, len(calls), functools.partial(waiting, "send", self.group))
             PROGRESS.passing = ""
             self._add_up_tied()
@@ -240,7 +239,6 @@ class Pipeline:
                 parameter.grad = grad
             for module in modules:
                 module.calls = ()
-            self.state.context.deferred = None
         shared = torch.zeros(len(calls), dtype=torch.float64, device=self.mesh.device)
         if losses:
             shared += torch.stack([loss.detach() for loss in losses])
@@ -275,10 +273,7 @@ class Pipeline:
 
     def _left_for_later(self) -> Callable[[], None]:
         """Computes the weight gradients that the backward pass before has left."""
-        context = self.state.context
-        deferred, context.deferred = context.deferred, []
-        assert deferred is not None
-        return functools.partial(finish_deferred, self.state, deferred)
+        return functools.partial(finish_deferred, self.state, self.state.context.take_deferred())
 
     def one_after_another(self, call: functools.partial[Any]) -> Any:
         """Call the model, one stage after the other. The loss, the logits and the auxiliary loss of routers

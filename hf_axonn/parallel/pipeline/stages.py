@@ -103,12 +103,11 @@ class Stages:
         before = dict(modules)
         modules.update(zip(before, stage.places, strict=True))
         stream, routing = (*received, None, None)[:2]
-        context.stage = StagePass(stream, last=stage.last, routing=routing)
+        passing = StagePass(stream, last=stage.last, routing=routing)
         try:
-            with context.with_seed(seed, 0):
-                yield context.stage
+            with context.running(passing), context.with_seed(seed, 0):
+                yield passing
         finally:
-            context.stage = None
             modules.update(before)
 
     def seeds(self, *, training: bool) -> Callable[[Stage, int], int | None]:

@@ -105,7 +105,9 @@ class Arrival(ElsewhereLayer):
         hidden = super().forward(*args, **kwargs)
         stage = self._context.stage
         assert stage is not None and stage.received is not None
-        self._context.tokens = stage.tokens = self._state.tokens_of(hidden)
+        tokens = self._state.tokens_of(hidden)
+        stage.arrive(tokens)
+        self._context.enter_layers(tokens)
         return stage.received
 
 
@@ -120,7 +122,8 @@ class Departure(ElsewhereLayer):
         hidden = super().forward(*args, **kwargs)
         tokens, stage = self._context.tokens, self._context.stage
         assert tokens is not None and stage is not None
-        stage.handed, stage.tokens, self._context.tokens = hidden, tokens, None
+        stage.depart(hidden, tokens)
+        self._context.leave_layers()
         return zeros(tokens.batch, tokens.seq, tokens.features or hidden.shape[-1], like=hidden)
 
 
