@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,49 +29,67 @@ from hf_axonn.topology.heads import feature_slice
 from hf_axonn.topology.weight_kind import WeightKind
 
 
+class PatchedForward(functools.partial):
+    """A forward (or another method) that runs in place of a module's own: `outer(inner, *args, **kwargs)`, under the
+    signature of `inner`.
+
+    A subclass of partial, so a call costs no Python frame of its own.
+
+    Attributes:
+        outer: the code that runs.
+        inner: the method that it may call: the module's own, or an earlier patch.
+    """
+
+    outer: Callable
+    inner: Callable
+
+    def __new__(cls, outer: Callable, inner: Callable) -> PatchedForward:
+        patched = super().__new__(cls, outer, inner)
+        functools.update_wrapper(patched, inner)
+        patched.outer, patched.inner = outer, inner
+        return patched
+
+    def __reduce__(self):
+        return PatchedForward, (self.outer, self.inner)
+
+    @property
+    def innermost(self) -> Callable:
+        """The method that the first patch has found."""
+        return self.inner.innermost if isinstance(self.inner, PatchedForward) else self.inner
+
+    def around(self, innermost: Callable) -> PatchedForward:
+        """Return the same patches around another method."""
+        inner = self.inner.around(innermost) if isinstance(self.inner, PatchedForward) else innermost
+        return PatchedForward(self.outer, inner)
+
+
 def patch_forward(module: nn.Module, forward: Callable, *, method: str = "forward") -> None:
-    """Let `forward(original, *args, **kwargs)` run in place of the module's forward (or of another method), under its
-    signature."""
-    original = getattr(module, method)
-    setattr(module, method, functools.wraps(original)(functools.partial(forward, original)))
+    """Let `forward(original, *args, **kwargs)` run in place of the module's forward, or of another method."""
+    setattr(module, method, PatchedForward(forward, getattr(module, method)))
 
 
 def innermost(module: nn.Module) -> Callable:
-    """The forward of a module that its first `patch_forward` has found."""
+    """Return the forward of a module inside of everything that has been patched."""
     forward = module.forward
-    while _is_patch(forward):
-        forward = forward.args[-1]
-    return forward
+    return forward.innermost if isinstance(forward, PatchedForward) else forward
 
 
 def patch_innermost(module: nn.Module, forward: Callable) -> None:
-    """As `patch_forward`, but inside of everything that has been patched before."""
-    own = innermost(module)
-    module.forward = _around(functools.wraps(own)(functools.partial(forward, own)), module.forward)
+    """Patch the forward of a module inside of everything that has been patched before."""
+    patched = PatchedForward(forward, innermost(module))
+    outer = module.forward
+    module.forward = outer.around(patched) if isinstance(outer, PatchedForward) else patched
 
 
 @contextlib.contextmanager
 def moved_inside(model: nn.Module) -> Iterator[None]:
-    """A forward that somebody puts on a module in here takes the place of the module's own, inside of everything
+    """Let a forward that somebody puts on a module in here take the place of the module's own, inside of everything
     that has been patched before."""
     before = {module: module.__dict__.get("forward") for module in model.modules()}
     yield
     for module, outer in before.items():
-        if outer is not None and module.forward is not outer:
-            module.forward = _around(module.forward, outer)
-
-
-def _around(inner: Callable, outer: Callable) -> Callable:
-    """What has been patched around the innermost forward of `outer`, around another."""
-    if not _is_patch(outer):
-        return inner
-    inner = _around(inner, outer.args[-1])
-    return functools.wraps(inner)(functools.partial(outer.func, *outer.args[:-1], inner))
-
-
-def _is_patch(forward: Callable) -> TypeGuard[functools.partial]:
-    """Whether a forward is one of `patch_forward`."""
-    return isinstance(forward, functools.partial) and hasattr(forward, "__wrapped__")
+        if isinstance(outer, PatchedForward) and module.forward is not outer:
+            module.forward = outer.around(module.forward)
 
 
 class replaced:  # noqa: N801 (a context manager without a generator, which every norm of every layer would resume)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +46,50 @@ from hf_axonn.topology.heads import Heads
 from hf_axonn.topology.weight_kind import WeightKind
 
 
+@dataclass
+class BlockPass:
+    """One pass through a block, from its entry to its end. In the order of time:
+
+        Block               opens it, with the input that `Column.enter` has made; where x gathers the input, its
+                            products are made in the same node of the graph
+        first projection    makes the outputs of all: of those products, if it is called with that input and nothing
+                            has changed it in place
+        other projections   take theirs, if they are called with the same input
+        Block               closes it: nothing of it outlives the block
+
+    Args:
+        input: [B, S, K/y] for the projections.
+        version: of the input (`changes_of`).
+        products: of the input with the weights, not yet reduced over y; None: they are not made yet.
+        dtype: of the block's input, where weights of 4 bits ask to be multiplied in another; else None.
+
+    Attributes:
+        computed: the input of which `outputs` are.
+        outputs: of the projections that have not been called yet, by their places.
+    """
+
+    input: Tensor
+    version: int = 0
+    products: list[Tensor] | None = None
+    dtype: torch.dtype | None = None
+    computed: Tensor | None = None
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+
+    def products_of(self, hidden: Tensor) -> list[Tensor] | None:
+        """Return the products if they are of this input, as it now is."""
+        made = self.products is not None and hidden is self.input and changes_of(hidden) == self.version
+        return self.products if made else None
+
+
 class Column:
     """The column layers of one block: one gather, one multiplication and one reduction over y for all of them.
 
     Global shapes: input [B, S, K], output [B, S, N]. Local: [B, S, K/y] and [B, S, N/(x*y)], or all of the features
     that the heads of this rank need. Collectives: all-gather over z; reduce-scatter over y (all-reduce where heads are
-    not divided over y); all-gather over x or (x, y) of the kv heads that do not divide. The first projection that is
-    called computes all of them.
+    not divided over y); all-gather over x or (x, y) of the kv heads that do not divide.
+
+    Attributes:
+        passing: the pass that is inside of the block; None outside of it, and for projections that have no `Block`.
     """
 
     def __init__(
@@ -76,9 +114,7 @@ class Column:
         ]
         self.weights = [state.weight_of(linear) for linear in linears]
         self.layouts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.mesh) for linear in linears]
-        self._entered: tuple[Tensor, int, list[Tensor]] | None = None
-        self._computed: tuple[Tensor, dict[int, Tensor]] | None = None
-        self._outer: torch.dtype | None = None  # of the block's input, where weights of 4 bits ask for another
+        self.passing: BlockPass | None = None
         for index, linear in enumerate(linears):
             state.add_layer(linear, self)
             patch_forward(linear, functools.partial(self._project, index))
@@ -88,15 +124,15 @@ class Column:
         """Axes on which ranks have different parts of a bias' gradient."""
         return ("x", "y") if "y" in self.axes else ("x",)
 
-    def enter(self, hidden: Tensor) -> Tensor:
-        """This rank's tokens -> [B, S, H/y]. All-to-all over y (none in the feature layout), all-gather over x, which
-        backward only launches."""
+    def enter(self, hidden: Tensor) -> BlockPass:
+        """This rank's tokens -> a pass with the input [B, S, H/y]. All-to-all over y (none in the feature layout),
+        all-gather over x, which backward only launches."""
         state, tokens = self.state, self.state.context.tokens
         assert tokens is not None  # Block has seen to that
         if not tokens.sharded:
-            return take_features(hidden, state.mesh, "y")
+            return BlockPass(take_features(hidden, state.mesh, "y"))
         group = state.mesh.group("x")
-        self._outer = hidden.dtype if state.asked_dtype(hidden, self.weights) else None
+        dtype = hidden.dtype if state.asked_dtype(hidden, self.weights) else None
         hidden = hidden.to(state.compute_dtype(hidden, self.weights))
         if state.mesh.size("y") > 1 and not tokens.features:
             # Some layers hand their MLP flat tokens.
@@ -104,33 +140,28 @@ class Column:
         if group.size() == 1:
             if tokens.padded(state.mesh) > tokens.count:
                 hidden = hidden.reshape(-1, hidden.shape[-1])[: tokens.count]
-            return hidden.reshape(tokens.batch, tokens.seq, -1)
+            return BlockPass(hidden.reshape(tokens.batch, tokens.seq, -1), dtype=dtype)
         # The products are made here, where the input is gathered: so backward reduces its gradient beside theirs.
-        hidden, *outputs = Product(state, self.weights, self.layouts).run(hidden, over=group, tokens=tokens)
-        self._entered = (hidden, changes_of(hidden), outputs)
-        return hidden
-
-    def leave(self) -> None:
-        """Forget the pass: nothing of it may outlive the block."""
-        self._entered = self._computed = self._outer = None
+        hidden, *products = Product(state, self.weights, self.layouts).run(hidden, over=group, tokens=tokens)
+        return BlockPass(hidden, changes_of(hidden), products, dtype)
 
     def install_copy(self, index: int, copy_: nn.Module) -> Column:
         """Install a column layer of its own on a copy of one of the projections, for the same input."""
         return type(self)(self.state, [copy_], self.heads, [self.segments[index]])
 
     def _project(self, index: int, _original: Callable, hidden: Tensor) -> Tensor:
-        if len(self.linears) == 1:
-            return self._compute(hidden)[0]
-        if self._computed is None or self._computed[0] is not hidden or index not in self._computed[1]:
-            self._computed = (hidden, dict(enumerate(self._compute(hidden))))
-        return self._computed[1].pop(index)
+        passing = self.passing
+        if len(self.linears) == 1 or passing is None:
+            return self._compute(hidden)[index]
+        if passing.computed is not hidden or index not in passing.outputs:
+            passing.computed, passing.outputs = hidden, dict(enumerate(self._compute(hidden)))
+        return passing.outputs.pop(index)
 
     def _compute(self, hidden: Tensor) -> list[Tensor]:
-        if self._entered is not None and self._entered[0] is hidden and self._entered[1] == changes_of(hidden):
-            outputs = self._entered[2]
-        else:
+        passing, mesh = self.passing, self.state.mesh
+        outputs = None if passing is None else passing.products_of(hidden)
+        if outputs is None:
             outputs = Product(self.state, self.weights, self.layouts).run(hidden)
-        mesh = self.state.mesh
         sizes = [layout.out_size for layout in self.layouts]
         if mesh.size("y") == 1:
             pass
@@ -146,7 +177,8 @@ class Column:
             ]
         outputs = [self._place(output, index) for index, output in enumerate(outputs)]
         if self.state.asked_dtype(hidden, self.weights):
-            outputs = [output.to(self._outer or hidden.dtype) for output in outputs]
+            dtype = passing.dtype if passing is not None and passing.dtype is not None else hidden.dtype
+            outputs = [output.to(dtype) for output in outputs]
         return [output if output.dim() == hidden.dim() else output.view(*hidden.shape[:-1], -1) for output in outputs]
 
     def _place(self, output: Tensor, index: int) -> Tensor:
@@ -201,9 +233,9 @@ class Row:
         """Leading dims of the block's input, in which its output is handed on."""
         return self._leading if self.like is None else self.like.leading
 
-    @leading.setter
-    def leading(self, value: torch.Size) -> None:
-        self._leading = value
+    def enter(self, hidden: Tensor) -> None:
+        """Note the input of the block, when a pass comes to it."""
+        self._leading = hidden.shape[:-1]
 
     def install_copy(self, copy_: nn.Module) -> Row:
         """Install a row layer of its own on a copy, which stands at the place of this one in the block."""
@@ -249,7 +281,6 @@ class Block:
         self.state = state
         self.column = column
         self.row = row
-        self._inside = False
         patch_forward(entry, self._forward)
 
     def around(self, wrapper: nn.Module) -> None:
@@ -257,24 +288,23 @@ class Block:
         patch_forward(wrapper, self._forward)
 
     def _forward(self, original: Callable, *args, **kwargs):
-        if self._inside:
+        if self.column.passing is not None:
             return original(*args, **kwargs)
         if self.state.context.tokens is None:
             raise RuntimeError(
                 "a parallelized attention or MLP block was called outside of its decoder: its input is laid out by "
                 "the first decoder layer, so call the model (or its base model) instead."
             )
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.row.enter(hidden)
+        passing = self.column.enter(hidden)
         if args:
-            args = (self._enter(args[0]), *args[1:])
+            args = (passing.input, *args[1:])
         else:
-            kwargs["hidden_states"] = self._enter(kwargs["hidden_states"])
-        self._inside = True
+            kwargs["hidden_states"] = passing.input
+        del hidden
+        self.column.passing = passing
         try:
             return original(*args, **kwargs)
         finally:
-            self._inside = False
-            self.column.leave()
-
-    def _enter(self, hidden: Tensor) -> Tensor:
-        self.row.leading = hidden.shape[:-1]
-        return self.column.enter(hidden)
+            self.column.passing = None

@@ -35,26 +35,16 @@ class LatentColumn(Column):
         return super()._compute(all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x")))
 
 
-def install_latent(state: ParallelState, attention: nn.Module, columns: list[LatentColumn], row: Row) -> None:
-    """Let an attention module see full activations.
-
-    Args:
-        columns: q_b (or q) and kv_b.
-        row: o.
-    Collectives: all-gather of tokens over (x, y).
-    """
+def install_latent(state: ParallelState, attention: nn.Module, row: Row) -> None:
+    """Let an attention module, which `row` ends, see full activations. All-gather of tokens over (x, y)."""
 
     def forward(original: Callable, *args, **kwargs):
         hidden, args, kwargs = split_hidden_states(args, kwargs)
         tokens = state.context.tokens
-        row.leading = hidden.shape[:-1]
+        row.enter(hidden)
         if tokens.sharded:
             hidden = gather_tokens(hidden.reshape(1, -1, hidden.shape[-1]), tokens, state.mesh)
-        try:
-            return original(hidden, *args, **kwargs)
-        finally:
-            for column in columns:
-                column.leave()
+        return original(hidden, *args, **kwargs)
 
     patch_forward(attention, forward)
 

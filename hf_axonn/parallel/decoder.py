@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -119,39 +120,49 @@ def install_recomputation(state: ShardedModel, model: nn.Module) -> None:
 
 
 def _keep_for_recomputation(state: ShardedModel, layer: nn.Module) -> None:
-    """A checkpointed layer runs again in backward, when another batch may have passed, so its tokens and the seed of
-    its dropout are put back. With a checkpoint in its forward what then runs is the forward of its class without what
-    was put around it, so its own parameters are put back, too."""
+    """Let the checkpoints of a layer be a `PassKeeper`."""
 
     def wrap(checkpoint: Callable) -> Callable:
-        if getattr(checkpoint, "keeps_pass", False):
-            return checkpoint
-        wrapped = functools.partial(with_pass, checkpoint)
-        wrapped.keeps_pass = True
-        return wrapped
-
-    def with_pass(checkpoint: Callable, function: Callable, *args, **kwargs):
-        region = state.regions.get(layer)
-        if region is not None and isinstance(function, functools.partial) and function.func is region.plain:
-            function = functools.partial(region.run, *function.args[1:], **function.keywords)  # without the layer
-        again, first = state.context.snapshot(), True
-
-        def run(*inner_args, **inner_kwargs):
-            nonlocal first
-            if first:  # all is in its place, and dropout goes on counting after the layer
-                first = False
-                return function(*inner_args, **inner_kwargs)
-            own = [state.sharded_layers.get(layer), *(its for its in state.readings if its.module is layer)]
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(again())
-                for reader in own if checkpoints_in_forward() else ():
-                    if hasattr(reader, "plain_parameters"):
-                        stack.enter_context(reader.plain_parameters())
-                return function(*inner_args, **inner_kwargs)
-
-        return checkpoint(run, *args, **kwargs)
+        return checkpoint if isinstance(checkpoint, PassKeeper) else PassKeeper(state, layer, checkpoint)
 
     wrap_checkpointing(layer, wrap)
+
+
+class PassKeeper:
+    """A checkpoint function of a layer that runs again in backward, when another batch may have passed: its tokens
+    and the seed of its dropout are put back.
+
+    With a checkpoint in its forward what then runs is the forward of its class without what was put around it, so its
+    own parameters are put back, too.
+    """
+
+    def __init__(self, state: ShardedModel, layer: nn.Module, checkpoint: Callable) -> None:
+        self.state, self.layer, self.checkpoint = state, layer, checkpoint
+
+    def __call__(self, function: Callable, *args, **kwargs):
+        region = self.state.regions.get(self.layer)
+        if region is not None and isinstance(function, functools.partial) and function.func is region.plain:
+            function = functools.partial(region.run, *function.args[1:], **function.keywords)  # without the layer
+        again, calls = self.state.context.snapshot(), itertools.count()
+
+        def run(*inner_args, **inner_kwargs):
+            if next(calls) == 0:  # all is in its place, and dropout goes on counting after the layer
+                return function(*inner_args, **inner_kwargs)
+            with again(), self._plain_parameters():
+                return function(*inner_args, **inner_kwargs)
+
+        return self.checkpoint(run, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _plain_parameters(self) -> Iterator[None]:
+        """Put plain tensors in the place of the layer's parameters inside, where nothing around its forward does."""
+        layers, readings = self.state.sharded_layers, self.state.readings
+        readers = [layers.get(self.layer), *(reading for reading in readings if reading.module is self.layer)]
+        with contextlib.ExitStack() as stack:
+            for reader in readers if checkpoints_in_forward() else ():
+                if hasattr(reader, "plain_parameters"):
+                    stack.enter_context(reader.plain_parameters())
+            yield
 
 
 def _decoder(state: ShardedModel, ended: bool, original: Callable, /, *args, **kwargs):

@@ -141,7 +141,7 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> N
             state.install_copies_by(linear, functools.partial(column.install_copy, index))
     state.install_copies_by(last, row.install_copy)
     if block.latent:
-        install_latent(state, entry, columns, row)
+        install_latent(state, entry, row)
         if row.axes:
             state.install(model.get_submodule(block.latent[0]), rotary_hook(state, entry, row))
     else:

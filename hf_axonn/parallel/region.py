@@ -13,7 +13,7 @@ from torch import nn
 from hf_axonn.compat.torch import in_backward
 from hf_axonn.compat.transformers import checkpointed_forward, checkpoints_in_forward
 from hf_axonn.engine.state import ParallelState
-from hf_axonn.layers.base import Replicated, innermost, replaced
+from hf_axonn.layers.base import PatchedForward, Replicated, innermost, replaced
 
 
 def is_own_method(forward: Callable, module: nn.Module) -> bool:
@@ -65,5 +65,6 @@ def _norm_on_its_own(state: ParallelState, module: nn.Module) -> Replicated | No
     layer = state.sharded_layers.get(module)
     if type(layer) is not Replicated or any(True for _ in module.children()):
         return None
-    alone = getattr(module.forward, "__wrapped__", None) == innermost(module)  # nothing but the layer is around it
-    return layer if alone and is_own_method(innermost(module), module) else None
+    forward = module.forward
+    alone = isinstance(forward, PatchedForward) and is_own_method(forward.inner, module)  # only the layer is around it
+    return layer if alone else None
