@@ -241,8 +241,8 @@ class Product:
             return
         shapes = " and ".join(str(list(weight.parameter.shape)) for weight in self.weights)
         raise RuntimeError(
-            f"weights of shape {shapes} that backward needs have been modified since the forward pass, by a step "
-            "step or in place: run backward first, or the forward pass again."
+            f"weights of shape {shapes} that backward needs have been modified since the forward pass, by a "
+            "step of an optimizer or in place: run backward first, or the forward pass again."
         )
 
 
@@ -314,68 +314,84 @@ class _Multiply(torch.autograd.Function):
         return tuple(outputs) if entry is None or entry.tokens is None else (full, *outputs)
 
     @staticmethod
-    def backward(ctx, *every):
+    def backward(ctx, *grad_outputs):
         (input_,) = ctx.saved_tensors
-        grads = list(every)
-        product, entry, needs_input = ctx.product, ctx.entry, ctx.needs_input_grad[0]
-        dinput = pending = None
+        needs_input, entry = ctx.needs_input_grad[0], ctx.entry
+        grads, grad_full = list(grad_outputs), None
         if entry is not None and entry.tokens is not None:
-            dinput, *grads = grads  # of what else uses the input
-        chosen = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
+            grad_full, *grads = grads
         if all(grad is None for grad in grads):
-            chosen = []
+            grads = []
         else:
-            grads = _by_weight(grads, ctx.output_shapes, product.layouts, input_)
-            if needs_input:
-                product.check_unchanged(ctx.version)
-                gathered, ctx.gathered = ctx.gathered or product.gathered(input_.dtype), None
-                other, dinput = dinput, input_gradient(grads, gathered.blocks, product.state.matmul)
-                if other is not None:
-                    dinput += other.reshape(dinput.shape)
-        product.let_go(input_.dtype)
-        if needs_input and dinput is None:  # nothing has come: other ranks reduce all the same
-            dinput = input_.new_zeros(ctx.blocks_shape)
-        if needs_input and entry is not None:
-            pending = entry.start_reduction(dinput)
-        of_leaves: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
-        deferred = product.state.context.deferred
-        if chosen and deferred is not None:
-            deferred.append(partial(_weight_gradients, product, chosen, grads, input_))
-        elif chosen:
-            for i, grad in zip(chosen, _weight_gradients(product, chosen, grads, input_), strict=True):
-                of_leaves[i] = grad
+            grads = _by_weight(grads, ctx.output_shapes, ctx.product.layouts, input_)
+        grad_input = _grad_input(ctx, grads, grad_full, input_) if needs_input else None
+        ctx.product.let_go(input_.dtype)
+        pending = entry.start_reduction(grad_input) if needs_input and entry is not None else None
+        grad_leaves = _grad_leaves(ctx, grads, input_)
         if pending is not None:
-            dinput = pending.wait()
-        return dinput.view(ctx.input_shape) if needs_input else None, None, None, None, *of_leaves
+            grad_input = pending.wait()
+        return grad_input.view(ctx.input_shape) if needs_input else None, None, None, None, *grad_leaves
+
+
+def _grad_input(ctx, grads: list[Tensor], grad_full: Tensor | None, input_: Tensor) -> Tensor:
+    """dI of the product, and what the gathered input has from other uses (`grad_full`). Gathers the weights again.
+
+    Zeros if nothing has come: other ranks reduce all the same.
+    """
+    if not grads:
+        return input_.new_zeros(ctx.blocks_shape) if grad_full is None else grad_full
+    product = ctx.product
+    product.check_unchanged(ctx.version)
+    gathered, ctx.gathered = ctx.gathered or product.gathered(input_.dtype), None
+    grad_input = input_gradient(grads, gathered.blocks, product.state.matmul)
+    if grad_full is not None:
+        grad_input += grad_full.reshape(grad_input.shape)
+    return grad_input
+
+
+def _grad_leaves(ctx, grads: list[Tensor], input_: Tensor) -> list[Tensor | None]:
+    """dW of each leaf that is trained, or None for all if the pass leaves them for later (`PassContext.deferred`)."""
+    needed = ctx.needs_input_grad[4:]
+    result: list[Tensor | None] = [None] * len(needed)
+    trained = [i for i, trains in enumerate(needed) if trains]
+    if not grads or not trained:
+        return result
+    deferred = ctx.product.state.context.deferred
+    if deferred is not None:
+        deferred.append(partial(_weight_gradients, ctx.product, trained, grads, input_))
+        return result
+    for i, grad in zip(trained, _weight_gradients(ctx.product, trained, grads, input_), strict=True):
+        result[i] = grad
+    return result
 
 
 def _by_weight(
     grads: Sequence[Tensor | None], shapes: list[torch.Size], layouts: list[WeightLayout], like: Tensor
 ) -> list[Tensor]:
     """The gradients of a product's outputs -> one for each weight, as `input_gradient` takes them; zeros for None."""
-    every = [like.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
+    full = [like.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
     if layouts[0].is_matrix:
-        return [grad.reshape(-1, grad.shape[-1]) for grad in every]
+        return [grad.reshape(-1, grad.shape[-1]) for grad in full]
     if layouts[0].out_blocks == 1:
-        return [grad.reshape(1, -1, grad.shape[-1]) for grad in every]
-    if len(every) < len(layouts):  # one merged output; its parts are views
-        return list(every[0].split([layout.out_size for layout in layouts], dim=2))
-    return every
+        return [grad.reshape(1, -1, grad.shape[-1]) for grad in full]
+    if len(full) < len(layouts):  # one merged output; its parts are views
+        return list(full[0].split([layout.out_size for layout in layouts], dim=2))
+    return full
 
 
-def _weight_gradients(product: Product, chosen: list[int], grads: list[Tensor], input_: Tensor) -> list[Tensor]:
+def _weight_gradients(product: Product, trained: list[int], grads: list[Tensor], input_: Tensor) -> list[Tensor]:
     """dW of these weights of a product, as its node hands them on. Begins a reduce-scatter over z."""
     state = product.state
     state.context.reductions.make_room()
-    weights, layouts = [product.weights[i] for i in chosen], [product.layouts[i] for i in chosen]
-    every = [
+    weights, layouts = [product.weights[i] for i in trained], [product.layouts[i] for i in trained]
+    weight_grads = [
         weight_gradient(grads[i], input_, state.matmul, gradient_dtype(state, weight, input_.dtype))
-        for i, weight in zip(chosen, weights, strict=True)
+        for i, weight in zip(trained, weights, strict=True)
     ]
-    found = gradients_of_shards(state, weights, layouts, every)
+    shard_grads = gradients_of_shards(state, weights, layouts, weight_grads)
     if state.mesh.size("z") > 1:
-        return found
-    return [weight.as_parameter(grad) for weight, grad in zip(weights, found, strict=True)]
+        return shard_grads
+    return [weight.as_parameter(grad) for weight, grad in zip(weights, shard_grads, strict=True)]
 
 
 @torch.no_grad()
@@ -387,8 +403,8 @@ def finish_deferred(state: ParallelState, deferred: Sequence[Callable[[], list[T
     """
     products = [(work.args[0], work.args[1], work()) for work in deferred]
     added = set()
-    for product, chosen, found in products:
-        for i, grad in zip(chosen, found, strict=True):
+    for product, trained, grads in products:
+        for i, grad in zip(trained, grads, strict=True):
             weight = product.weights[i]
             if state.mesh.size("z") > 1:  # its slot has the sum of what all products have left there
                 if weight in added:
