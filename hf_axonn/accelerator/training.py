@@ -22,7 +22,7 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.dtensors import whole
-from hf_axonn.engine.gradient_sync import syncing
+from hf_axonn.engine.gradient_sync import averaging
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.parallel.compiled import compile_regions
 from hf_axonn.parallel.pipeline.norms import norm_over_stages
@@ -128,16 +128,7 @@ class TrainingMethods:
         As under DistributedDataParallel, whether they are is decided where the forward pass begins (`no_sync`).
         """
         each = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        models = {model: state for model in prepared_models(self) if (state := parallel_state(model)) is not None}
-        averaged = [
-            model
-            for model, state in models.items()
-            if (self.sync_gradients or each) and state.context.averaging.averages
-        ]
-        with contextlib.ExitStack() as stack:
-            for state in models.values():
-                stack.enter_context(state.context.averaging.by_caller())
-            stack.enter_context(syncing(*averaged))
+        with averaging(*prepared_models(self), last=self.sync_gradients or each):
             super().backward(loss, **kwargs)
 
     @contextlib.contextmanager
@@ -148,7 +139,7 @@ class TrainingMethods:
             with super().no_sync(model):
                 yield
             return
-        with state.context.averaging.unsynced():
+        with state.context.averaging.no_sync():
             yield
 
     @contextlib.contextmanager
@@ -159,7 +150,7 @@ class TrainingMethods:
             with super().trigger_sync_in_backward(model):
                 yield
             return
-        with state.context.averaging.synced():
+        with state.context.averaging.force_sync():
             yield
 
     def clip_grad_norm_(self, parameters, max_norm: float, norm_type: float = 2):

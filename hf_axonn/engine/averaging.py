@@ -1,9 +1,10 @@
-"""Whether the gradients of a model are averaged over the ranks that saw different samples, and who begins that."""
+"""The decision whether gradients of a model are averaged over the ranks that saw different samples, and by whom."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+from hf_axonn.compat.replaced import replaced
 
 
 class GradientAveraging:
@@ -11,15 +12,15 @@ class GradientAveraging:
     its gradients are averaged, and a backward pass averages them at its end at most once.
 
         last pass began   backward is called by       `averages`   a backward pass
-        in `unsynced`     anyone                      no           leaves them as each rank has them
+        in `no_sync`     anyone                      no           leaves them as each rank has them
         outside of it     a plain loop                yes          leaves them to `sync_gradients` or `syncing`
         outside of it     `Accelerator.backward` ...  yes          leaves them to the caller, who is inside `by_caller`
         outside of it     the user, of a model that   yes          at its first gradient `backward_begins` is True, at
                           Accelerate has prepared                  later ones False; `finish` is called at its end
 
-    `synced` lets the last pass be averaged though it began in `unsynced` (`trigger_sync_in_backward`). `_under_way` is
-    only True where `averages` and `_by_itself` were when the backward pass began; `_unsynced` concerns passes that are
-    yet to begin.
+    `force_sync` lets the last pass be averaged though it began in `no_sync` (`trigger_sync_in_backward`). `_under_way`
+    is only True where `averages` and `_by_itself` were when the backward pass began; `_unsynced` concerns passes that
+    are yet to begin.
 
     Attributes:
         averages: whether the gradients of the last pass are to be averaged.
@@ -50,29 +51,14 @@ class GradientAveraging:
         """Note the end of a backward pass that averages."""
         self._under_way = False
 
-    @contextlib.contextmanager
-    def unsynced(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Leave the gradients of passes that begin inside as each rank has them."""
-        before, self._unsynced = self._unsynced, True
-        try:
-            yield
-        finally:
-            self._unsynced = before
+        return replaced({(self, "_unsynced"): True})
 
-    @contextlib.contextmanager
-    def synced(self) -> Iterator[None]:
-        """Average the gradients of the last pass, though it began in `unsynced`, in a backward pass inside."""
-        before, self.averages = self.averages, True
-        try:
-            yield
-        finally:
-            self.averages = before
+    def force_sync(self) -> AbstractContextManager[None]:
+        """Average the gradients of the last pass, though it began in `no_sync`, in a backward pass inside."""
+        return replaced({(self, "averages"): True})
 
-    @contextlib.contextmanager
-    def by_caller(self) -> Iterator[None]:
+    def by_caller(self) -> AbstractContextManager[None]:
         """Leave it to the caller to average after the backward passes inside."""
-        before, self._by_itself = self._by_itself, False
-        try:
-            yield
-        finally:
-            self._by_itself = before
+        return replaced({(self, "_by_itself"): False})

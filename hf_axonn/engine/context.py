@@ -1,15 +1,16 @@
-"""What lives for one pass of a parallelized model: its tokens, its random seed, and its communication in flight."""
+"""State of one pass of a parallelized model: its tokens, its random seed, and its communication in flight."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from hf_axonn.compat.replaced import replaced
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens
@@ -144,60 +145,33 @@ class PassContext:
         """Note that the batch has left the decoder layers."""
         self.tokens = None
 
-    @contextlib.contextmanager
-    def with_tokens(self, tokens: Tokens | None) -> Iterator[None]:
+    def with_tokens(self, tokens: Tokens | None) -> AbstractContextManager[None]:
         """Set `tokens` inside: a layer that is recomputed needs those of its own first pass."""
-        before, self.tokens = self.tokens, tokens
-        try:
-            yield
-        finally:
-            self.tokens = before
+        return replaced({(self, "tokens"): tokens})
 
-    @contextlib.contextmanager
-    def with_seed(self, seed: int | None, count: int) -> Iterator[None]:
-        """Inside, a `keyed_random` derives its seed from this one, as the one after `count` others; None: from the
+    def with_seed(self, seed: int | None, count: int) -> AbstractContextManager[None]:
+        """Let a `keyed_random` inside derive its seed from this one, as the one after `count` others; None: from the
         generator."""
-        before = self.random_seed, self.random_count
-        self.random_seed, self.random_count = seed, count
-        try:
-            yield
-        finally:
-            self.random_seed, self.random_count = before
+        return replaced({(self, "random_seed"): seed, (self, "random_count"): count})
 
     def count_random(self) -> int:
         """Count a nested `keyed_random`, and return its number."""
         self.random_count += 1
         return self.random_count
 
-    def snapshot(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    def snapshot(self) -> Callable[[], AbstractContextManager[None]]:
         """Return what puts the tokens and the seed of now back for the time of a block, when a layer runs again."""
-        tokens, seed, count = self.tokens, self.random_seed, self.random_count
+        now = {(self, name): getattr(self, name) for name in ("tokens", "random_seed", "random_count")}
+        return partial(replaced, now)
 
-        @contextlib.contextmanager
-        def restored() -> Iterator[None]:
-            with self.with_tokens(tokens), self.with_seed(seed, count):
-                yield
-
-        return restored
-
-    @contextlib.contextmanager
-    def running(self, stage: StagePass) -> Iterator[None]:
+    def running(self, stage: StagePass) -> AbstractContextManager[None]:
         """Set `stage` inside: the stage of a pipeline that runs."""
-        self.stage = stage
-        try:
-            yield
-        finally:
-            self.stage = None
+        return replaced({(self, "stage"): stage})
 
-    @contextlib.contextmanager
-    def deferring(self) -> Iterator[None]:
+    def deferring(self) -> AbstractContextManager[None]:
         """Let backward passes inside leave the computation of weight gradients to those who take them
         (`take_deferred`, `matmul3d.finish_deferred`)."""
-        self.deferred = []
-        try:
-            yield
-        finally:
-            self.deferred = None
+        return replaced({(self, "deferred"): []})
 
     def take_deferred(self) -> list[partial[list[Tensor]]]:
         """Return what backward passes have left since this was called last."""
@@ -205,20 +179,10 @@ class PassContext:
         deferred, self.deferred = self.deferred, []
         return deferred
 
-    @contextlib.contextmanager
-    def own_items(self) -> Iterator[None]:
+    def own_items(self) -> AbstractContextManager[None]:
         """Take the num_items_in_batch of passes inside as those of this (data, z) alone."""
-        before, self.items_of_all = self.items_of_all, False
-        try:
-            yield
-        finally:
-            self.items_of_all = before
+        return replaced({(self, "items_of_all"): False})
 
-    @contextlib.contextmanager
-    def multiplied_shares(self, factor: int) -> Iterator[None]:
+    def multiplied_shares(self, factor: int) -> AbstractContextManager[None]:
         """Multiply losses for num_items_in_batch inside (losses/shares.py)."""
-        before, self.share_factor = self.share_factor, factor
-        try:
-            yield
-        finally:
-            self.share_factor = before
+        return replaced({(self, "share_factor"): factor})

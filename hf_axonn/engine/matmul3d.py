@@ -143,7 +143,7 @@ class Product:
         dtype = self.state.compute_dtype(input_, self.weights)
         input_ = input_.to(dtype)
         entry = None if over is None else GatheredInput(input_, over, tokens, overlap=self.state.overlap_all_reduce)
-        gathered = self.gathered(dtype)
+        gathered = self.gather_blocks(dtype)
         if self.keeps:
             cache, key, with_graph = self.state.context.gather_cache, self._key(dtype), torch.is_grad_enabled()
             # Without a graph in a pass that wants gradients: a checkpointed layer, which runs again in backward. What
@@ -162,7 +162,7 @@ class Product:
         return outputs if tokens is None else [full, *outputs]
 
     def _leaves(self) -> Sequence[Tensor]:
-        """Where gradients of the weights go: without z to the parameters themselves; none if nothing is trained."""
+        """Return the tensors that get the gradients: without z the parameters; none if nothing is trained."""
         if self.state.mesh.size("z") > 1:
             leaves = self.shards()
         else:
@@ -177,7 +177,7 @@ class Product:
         return input_ if layout.in_blocks > 1 else input_.reshape(1, -1, layout.in_size)
 
     def multiply(self, blocks: Tensor, weights: list[Tensor], shape: torch.Size) -> list[Tensor]:
-        """What `run` returns for an input of this shape, whose `blocks_of` these are. No communication."""
+        """Return what `run` does for an input of this shape, whose `blocks_of` these are. No communication."""
         outputs = multiply(blocks, weights, self.state.matmul)
         if self.layouts[0].out_blocks > 1:
             return outputs
@@ -188,40 +188,40 @@ class Product:
 
     @property
     def keeps(self) -> bool:
-        """Whether what is gathered now is kept from forward to backward."""
+        """Return whether what is gathered now is kept from forward to backward."""
         if self.state.mesh.size("z") == 1:
             return False
         return self._runs_again or all(weight.keep_gathered for weight in self.weights)
 
     @property
     def _runs_again(self) -> bool:
-        """Whether this is a checkpointed layer that runs again, and such layers keep what they gather."""
+        """Return whether this is a checkpointed layer that runs again, and such layers keep what they gather."""
         return self.state.keeps_recomputed and in_backward()
 
     def let_go(self, dtype: torch.dtype) -> None:
-        """Backward has used what a layer that ran again has kept."""
+        """Release what a layer that ran again has kept, when backward has used it."""
         if self.state.keeps_recomputed:
             self.state.context.gather_cache.release(self._key(dtype))
 
     def gather(self, dtype: torch.dtype) -> list[Tensor]:
         """One [Q, n, P, k] for each weight, in `dtype`. One all-gather over z for all of them, if none is kept."""
-        return self.gathered(dtype).blocks
+        return self.gather_blocks(dtype).blocks
 
-    def gathered(self, dtype: torch.dtype) -> GatheredBlocks:
-        """As `gather`, with the version of the weights; without gradients, where nobody compares it, perhaps 0."""
+    def gather_blocks(self, dtype: torch.dtype) -> GatheredBlocks:
+        """Same as `gather`, with the version of the weights; perhaps 0 without gradients, where it is not compared."""
         mesh, context = self.state.mesh, self.state.context
         if mesh.size("z") == 1:
             version = self.version if torch.is_grad_enabled() else 0
             blocks = [weight.block(layout, dtype) for weight, layout in zip(self.weights, self.layouts, strict=True)]
             return GatheredBlocks(blocks, version)
         key, version = self._key(dtype), self.version
-        found = context.gather_cache.find(key, version)
-        if found is None:
+        kept = context.gather_cache.find(key, version)
+        if kept is None:
             gathering = Gathering(self.weights, self.layouts, dtype)
-            found = GatheredBlocks(context.gather_ahead.take(key, gathering, version), version)
+            kept = GatheredBlocks(context.gather_ahead.take(key, gathering, version), version)
             if context.gather_cache.everything or (context.gather_cache.through and self.keeps):
-                context.gather_cache.add(key, found)
-        return found
+                context.gather_cache.add(key, kept)
+        return kept
 
     def _key(self, dtype: torch.dtype) -> tuple:
         return tuple(id(weight) for weight in self.weights), dtype
@@ -232,7 +232,7 @@ class Product:
         return versions_of(self.weights)
 
     def check_unchanged(self, version: int) -> None:
-        """For backward, which gathers the weights once more.
+        """Check that backward, which gathers the weights once more, finds those of the forward pass.
 
         Raises:
             RuntimeError: they are no longer those of the forward pass that had this version.
@@ -255,7 +255,7 @@ def gradient_dtype(state: ParallelState, weight: ShardedWeight, factors: torch.d
 def gradients_of_shards(
     state: ParallelState, weights: list[ShardedWeight], layouts: list[WeightLayout], grads: list[Tensor]
 ) -> list[Tensor]:
-    """Gradients [Q, n, P, k] of this rank's samples -> what a node hands to autograd for the shards.
+    """Gradients [Q, n, P, k] of this rank's samples -> what a node returns to autograd for the shards.
 
     Launches the reduction over z, promises each result to the slot of its weight (ORS) and returns placeholders. Where
     z is 1 there is nothing to wait for.
@@ -281,12 +281,12 @@ def finish_reduction(pending: Pending, index: int, layout: WeightLayout, dtype: 
 
 def own_gradient(layout: WeightLayout, flat: Tensor, dtype: torch.dtype) -> Tensor:
     """This rank's gradient of one weight, averaged over z, out of what its shard received: a sum over z."""
-    mine = layout.own(flat)
+    own = layout.own(flat)
     if layout.z > 1:
-        mine = mine / layout.z
+        own = own / layout.z
     elif layout.pads:
-        mine = mine.clone()  # or the padding would live as long as the parameter's `.grad`
-    return mine.to(dtype)
+        own = own.clone()  # or the padding would live as long as the parameter's `.grad`
+    return own.to(dtype)
 
 
 class _Multiply(torch.autograd.Function):
@@ -342,7 +342,7 @@ def _grad_input(ctx, grads: list[Tensor], grad_full: Tensor | None, input_: Tens
         return input_.new_zeros(ctx.blocks_shape) if grad_full is None else grad_full
     product = ctx.product
     product.check_unchanged(ctx.version)
-    gathered, ctx.gathered = ctx.gathered or product.gathered(input_.dtype), None
+    gathered, ctx.gathered = ctx.gathered or product.gather_blocks(input_.dtype), None
     grad_input = input_gradient(grads, gathered.blocks, product.state.matmul)
     if grad_full is not None:
         grad_input += grad_full.reshape(grad_input.shape)
@@ -380,7 +380,7 @@ def _by_weight(
 
 
 def _weight_gradients(product: Product, trained: list[int], grads: list[Tensor], input_: Tensor) -> list[Tensor]:
-    """dW of these weights of a product, as its node hands them on. Begins a reduce-scatter over z."""
+    """dW of these weights of a product, as its node returns them. Begins a reduce-scatter over z."""
     state = product.state
     state.context.reductions.make_room()
     weights, layouts = [product.weights[i] for i in trained], [product.layouts[i] for i in trained]
@@ -410,7 +410,7 @@ def finish_deferred(state: ParallelState, deferred: Sequence[Callable[[], list[T
                 if weight in added:
                     continue
                 added.add(weight)
-                grad = weight.as_parameter(weight.slot.finished(grad))
+                grad = weight.as_parameter(weight.slot.take_or(grad))
             weight.add_gradient(grad)
 
 

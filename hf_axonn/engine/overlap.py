@@ -28,16 +28,16 @@ from hf_axonn.engine.gathering import Gathering
 
 
 class _Order:
-    """In which order weights were gathered in the pass before, and how far this one has come."""
+    """The order in which weights were gathered in the pass before, and how far this one has come."""
 
     def __init__(self, learned: Sequence[Hashable] = ()) -> None:
         self.learned = learned
         self.seen: list[Hashable] = []
-        self.begun = 0  # of `learned`, so many have been used or begun
+        self.begun = 0  # how many of `learned` have been used or begun
         self.bundle = 0  # where in `learned` the last bundle begins
 
-    def passed(self, key: Hashable) -> bool:
-        """Note that this pass has come to `key`; whether it does as the one before."""
+    def advance(self, key: Hashable) -> bool:
+        """Note that this pass has come to `key`; return whether the one before did so here."""
         self.seen.append(key)
         here = len(self.seen)
         self.begun = max(self.begun, here)
@@ -85,7 +85,7 @@ class GatherAhead:
             self._orders[phase] = _Order(order.seen or order.learned)
 
     def take(self, key: Hashable, gathering: Gathering, version: int) -> Any:
-        """The gathered weights of `key`; begins those that come next, when these have arrived and been unpacked.
+        """Return the gathered weights of `key`; begin those that come next, when these have arrived and been unpacked.
 
         Args:
             key: the same whenever these weights are gathered.
@@ -103,7 +103,7 @@ class GatherAhead:
         if self.enabled:
             self._known[key] = gathering
             order = self._orders[in_backward()]
-            if order.passed(key) and len(order.seen) > order.bundle:
+            if order.advance(key) and len(order.seen) > order.bundle:
                 self._begin(order, self._measure(gathering) if alone else 0)
         return arrived
 
@@ -160,7 +160,7 @@ class Deliverable(Protocol):
 
 
 class GradientSchedule:
-    """When the nodes are made at which backward waits for finished weight gradients and hands them to autograd.
+    """Makes the nodes at which backward waits for finished weight gradients and hands them to autograd.
 
     Autograd reaches a node the later, the earlier it was made. If all were made when the forward pass begins, every
     gradient would be delivered at the very end of backward. Here the node of a group is made when the group

@@ -36,13 +36,13 @@ def _as_stored(grad: Tensor, shape: torch.Size, transposed: bool) -> Tensor:
     return grad if grad.shape == shape else grad.view(shape)
 
 
-def _finished(slot: GradientSlot, shape: torch.Size, transposed: bool, grad: Tensor) -> Tensor:
-    """What later nodes have left in the slot in place of `grad`, a placeholder, as the shard is stored."""
-    return _as_stored(slot.finished(grad), shape, transposed)
+def _take_finished(slot: GradientSlot, shape: torch.Size, transposed: bool, grad: Tensor) -> Tensor:
+    """Return what later nodes have left in the slot in place of `grad`, a placeholder, as the shard is stored."""
+    return _as_stored(slot.take_or(grad), shape, transposed)
 
 
 class GradientSlot:
-    """Where the finished gradients of one weight shard wait for the node that hands them to autograd."""
+    """Finished gradients of one weight shard, which wait for the node that hands them to autograd."""
 
     def __init__(self) -> None:
         self._parts: list[Callable[[], Tensor]] = []
@@ -54,15 +54,15 @@ class GradientSlot:
         self._parts = []
 
     def take(self) -> Tensor | None:
-        """The sum of all that was left here, None if nothing was. Waits."""
+        """Return the sum of all that was left here, None if nothing was. Waits."""
         total = None
         for part in self._parts:
             total = part() if total is None else total + part()
         self._parts = []
         return total
 
-    def finished(self, grad: Tensor) -> Tensor:
-        """What was left here in place of `grad`, a placeholder; `grad` itself if nothing was. Waits."""
+    def take_or(self, grad: Tensor) -> Tensor:
+        """Return what was left here in place of `grad`, a placeholder; `grad` itself if nothing was. Waits."""
         arrived = self.take()
         return grad if arrived is None else arrived
 
@@ -122,12 +122,12 @@ class ShardedWeight:
         """The dtype of what is gathered over z for products in `dtype`."""
         return dtype
 
-    def sent(self, dtype: torch.dtype) -> Tensor:
-        """What this rank sends of its shard, as `travels_as`."""
+    def to_gather(self, dtype: torch.dtype) -> Tensor:
+        """Return what this rank sends of its shard, as `travels_as`."""
         return self.shard.to(dtype)
 
-    def received(self, gathered: Tensor, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
-        """What all ranks of z have sent, [z, elements] -> the [Q, n, P, k] of the product."""
+    def from_gathered(self, gathered: Tensor, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
+        """Unpack what all ranks of z have sent, [z, elements] -> the [Q, n, P, k] of the product."""
         return layout.block(gathered)
 
     def block(self, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
@@ -174,7 +174,7 @@ class ShardedWeight:
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             return self.shard
         # Without `self`: what a graph holds must not hold the graph.
-        finish = partial(_finished, self.slot, shard_in(cast(DTensor, parameter)).shape, self._transposed)
+        finish = partial(_take_finished, self.slot, shard_in(cast(DTensor, parameter)).shape, self._transposed)
         return shard_of_parameter(parameter, self._view, finish)
 
     def begin_forward(self) -> None:

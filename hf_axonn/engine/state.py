@@ -1,4 +1,4 @@
-"""How one parallelized model lies on the grid, as far as products, layers and losses need it.
+"""The layout of one parallelized model on the grid, as far as products, layers and losses need it.
 
 Two models in one process share nothing. What lives for one pass is the `context` (context.py); the modules of the
 model and what `parallelize` has installed on them are known to the `ShardedModel` (parallel/sharded_model.py), which
@@ -86,7 +86,7 @@ class ParallelState:
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def tokens_of(self, hidden: Tensor) -> Tokens:
-        """The batch whose hidden states [B, S, H] come to the decoder layers, and how those take it."""
+        """Return the batch whose hidden states [B, S, H] come to the decoder layers, and their layout there."""
         batch, seq = hidden.shape[:2]
         # One rank replicates it, too.
         sharded = self.mesh.size("x", "y") > 1 and (torch.is_grad_enabled() or seq > 1)
@@ -119,7 +119,7 @@ class ParallelState:
         self.elsewhere = counts
 
     def weight_of(self, module: nn.Module, name: str = "weight", *, flat: bool = False) -> ShardedWeight:
-        """The record of one parameter of a module, one for all modules that share the parameter."""
+        """Return the record of one parameter of a module, one for all modules that share the parameter."""
         key = id(module._parameters[name])
         if key not in self._weight_of_parameter:
             if hasattr(module._parameters[name], "four_bit"):
@@ -168,7 +168,7 @@ class ParallelState:
         """Compile the code between sharded layers from now on, with these options of `torch.compile`."""
         self.compile_options = options
 
-    def compiled(self, function: Callable) -> Callable:
+    def compile_function(self, function: Callable) -> Callable:
         """Return `function`, which communicates nothing, compiled in the passes in which the model's code is."""
         if self.compile_options is None or not self.context.wants_gradients:
             return function
@@ -177,26 +177,26 @@ class ParallelState:
         return self._compiled[function]
 
     def zero(self, like: Tensor) -> Tensor:
-        """A zero of the dtype and on the device of `like`, for gradients that nobody reads; always the same tensor."""
+        """Return a zero of the dtype and on the device of `like`, for gradients that are not read; always the same."""
         key = like.dtype, like.device
         if key not in self._zeros:
             self._zeros[key] = like.new_zeros(())
         return self._zeros[key]
 
     @staticmethod
-    def asked_dtype(input_: Tensor, weights: Sequence[ShardedWeight]) -> torch.dtype | None:
-        """The dtype in which weights of 4 bits ask to be multiplied; None under autocast, and where they ask for none
-        or not for one. A result is then cast back to the dtype of the input, as bitsandbytes does."""
-        asked = {weight.compute_dtype for weight in weights}
-        return asked.pop() if len(asked) == 1 and not torch.is_autocast_enabled(input_.device.type) else None
+    def requested_dtype(input_: Tensor, weights: Sequence[ShardedWeight]) -> torch.dtype | None:
+        """The dtype in which weights of 4 bits are to be multiplied; None under autocast, and where they name none or
+        several. A result is then cast back to the dtype of the input, as bitsandbytes does."""
+        dtypes = {weight.compute_dtype for weight in weights}
+        return dtypes.pop() if len(dtypes) == 1 and not torch.is_autocast_enabled(input_.device.type) else None
 
     @classmethod
     def compute_dtype(cls, input_: Tensor, weights: Sequence[ShardedWeight] = ()) -> torch.dtype:
-        """The dtype of matmuls: that of autocast if it is on, else the `asked_dtype`, else that of the input."""
+        """The dtype of matmuls: that of autocast if it is on, else the `requested_dtype`, else that of the input."""
         device_type = input_.device.type
         if torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
-        return (cls.asked_dtype(input_, weights) if weights else None) or input_.dtype
+        return (cls.requested_dtype(input_, weights) if weights else None) or input_.dtype
 
     def as_residual(self, hidden: Tensor) -> Tensor:
         """Hidden states between two layers, in the dtype of the residual stream. No communication.
@@ -206,25 +206,25 @@ class ParallelState:
         Raises:
             ValueError: gradients are on, and the computation is not in the dtype that the stream is to have.
         """
-        wanted = self.residual_dtype
-        if wanted is None or hidden.dtype == wanted:
+        dtype = self.residual_dtype
+        if dtype is None or hidden.dtype == dtype:
             return hidden
-        if self.compute_dtype(hidden) == wanted:
-            return hidden.to(wanted)
+        if self.compute_dtype(hidden) == dtype:
+            return hidden.to(dtype)
         if not torch.is_grad_enabled():
             return hidden
         raise ValueError(
-            f"residual_dtype is {wanted}, but the model computes in {self.compute_dtype(hidden)}, and would lose that "
+            f"residual_dtype is {dtype}, but the model computes in {self.compute_dtype(hidden)}, and would lose that "
             "precision between its layers: train under autocast in bfloat16 (mixed_precision: bf16), or omit "
             "residual_dtype."
         )
 
-    def product_dtype(self, factors: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-        """The dtype in which a product is written whose result goes on as `wanted`.
+    def product_dtype(self, factors: torch.dtype, result: torch.dtype) -> torch.dtype:
+        """The dtype in which a product is written whose result is used as `result`.
 
         That of its factors, which rounds to 16 bits; on CUDA float32 where the result is to be wider than 16 bits.
         """
-        return torch.float32 if self.widens and factors.itemsize == 2 < wanted.itemsize else factors
+        return torch.float32 if self.widens and factors.itemsize == 2 < result.itemsize else factors
 
 
 def _layer_of(name: str) -> str:
@@ -235,12 +235,12 @@ def _layer_of(name: str) -> str:
 
 
 def is_parallelized(model: nn.Module) -> bool:
-    """Whether `parallelize` has sharded the model."""
+    """Return whether `parallelize` has sharded the model."""
     return isinstance(getattr(model, "axonn", None), ParallelState)
 
 
 def parallel_state(model: object) -> ParallelState | None:
-    """How a parallelized model lies on the grid, also inside of wrappers (PEFT, accelerate); None for anything else.
+    """Return the layout of a parallelized model, also inside of wrappers (PEFT, accelerate); None for anything else.
 
     `parallel_state(model).grid` is the grid, `.report` says what was sharded, and what was not and why. No
     communication.

@@ -1,4 +1,4 @@
-"""What the sharded layers share, and those that need no neighbours.
+"""The common code of sharded layers, and layers that need no neighbours.
 
     FullLinear   a Linear on its own: full activations in, full activations out (AxoNN's easy API)
     Replicated   parameters that every rank holds: norms, biases, and what nothing is known about
@@ -83,8 +83,8 @@ def patch_innermost(module: nn.Module, forward: Callable) -> None:
 
 @contextlib.contextmanager
 def moved_inside(model: nn.Module) -> Iterator[None]:
-    """Let a forward that somebody puts on a module in here take the place of the module's own, inside of everything
-    that has been patched before."""
+    """Let a forward that is set on a module in here take the place of the module's own, inside of everything that has
+    been patched before."""
     before = {module: module.__dict__.get("forward") for module in model.modules()}
     yield
     for module, outer in before.items():
@@ -93,7 +93,7 @@ def moved_inside(model: nn.Module) -> Iterator[None]:
 
 
 class replaced:  # noqa: N801 (a context manager without a generator, which every norm of every layer would resume)
-    """Inside, a dictionary of a module has these entries; afterwards it has what it had, and lacks what it lacked."""
+    """Give a dictionary of a module these entries inside; afterwards it has what it had, and lacks what it lacked."""
 
     def __init__(self, entries: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
         self._entries, self._values = entries, values
@@ -147,7 +147,7 @@ class FullLinear:
         output = gather_features(output, self.out_features, mesh, "x")
         if self.linear.bias is not None:
             output = output + replicated_local(self.linear.bias, mesh, ()).to(output.dtype)
-        return output.to(hidden.dtype) if self.state.asked_dtype(hidden, self.weights) else output
+        return output.to(hidden.dtype) if self.state.requested_dtype(hidden, self.weights) else output
 
     def full_weight(self) -> Tensor:
         """The weight as its module has it, for code that every rank of (x, y) repeats. All-gathers over z, y and x;
@@ -187,7 +187,7 @@ class Replicated:
             return original(*args, **kwargs)
 
     def plain_parameters(self) -> replaced:
-        """Inside, code that reads the parameters from the module finds plain tensors."""
+        """Let code inside that reads the parameters from the module find plain tensors."""
         module, values = self.module, {}
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in module.__dict__:
@@ -228,7 +228,7 @@ class Reading:
 
     @contextlib.contextmanager
     def plain_parameters(self) -> Iterator[None]:
-        """Inside, the method finds plain tensors; full weights are gathered when they are read."""
+        """Let the method find plain tensors inside; full weights are gathered when they are read."""
         layers = self.state.sharded_layers
         with contextlib.ExitStack() as stack:
             for child in self.read:
@@ -242,7 +242,7 @@ class Reading:
 
 
 class _FullWeight:
-    """Stands in for a module while somebody reads its weight, which is gathered when it is asked for."""
+    """A stand-in for a module while code reads its weight, which is gathered when it is read."""
 
     def __init__(self, module: nn.Module, layer: FullLinear, state: ParallelState) -> None:
         self._module = module

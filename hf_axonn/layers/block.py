@@ -64,7 +64,7 @@ class BlockPass:
         dtype: of the block's input, where weights of 4 bits ask to be multiplied in another; else None.
 
     Attributes:
-        computed: the input of which `outputs` are.
+        computed: the input that `outputs` were made of.
         outputs: of the projections that have not been called yet, by their places.
     """
 
@@ -132,13 +132,13 @@ class Column:
         if not tokens.sharded:
             return BlockPass(take_features(hidden, state.mesh, "y"))
         group = state.mesh.group("x")
-        dtype = hidden.dtype if state.asked_dtype(hidden, self.weights) else None
+        dtype = hidden.dtype if state.requested_dtype(hidden, self.weights) else None
         hidden = hidden.to(state.compute_dtype(hidden, self.weights))
         if state.mesh.size("y") > 1 and not tokens.features:
             # Some layers hand their MLP flat tokens.
             hidden = tokens_to_features(hidden.reshape(1, -1, hidden.shape[-1]), state.mesh)
         if group.size() == 1:
-            if tokens.padded(state.mesh) > tokens.count:
+            if tokens.padded_count(state.mesh) > tokens.count:
                 hidden = hidden.reshape(-1, hidden.shape[-1])[: tokens.count]
             return BlockPass(hidden.reshape(tokens.batch, tokens.seq, -1), dtype=dtype)
         # The products are made here, where the input is gathered: so backward reduces its gradient beside theirs.
@@ -176,7 +176,7 @@ class Column:
                 for output, linear in zip(outputs, self.linears, strict=True)
             ]
         outputs = [self._place(output, index) for index, output in enumerate(outputs)]
-        if self.state.asked_dtype(hidden, self.weights):
+        if self.state.requested_dtype(hidden, self.weights):
             dtype = passing.dtype if passing is not None and passing.dtype is not None else hidden.dtype
             outputs = [output.to(dtype) for output in outputs]
         return [output if output.dim() == hidden.dim() else output.view(*hidden.shape[:-1], -1) for output in outputs]
@@ -184,7 +184,7 @@ class Column:
     def _place(self, output: Tensor, index: int) -> Tensor:
         """[T, own features], or [B, S, own features] of a projection -> the features that this rank works on."""
         mesh, linear, exchange, heads = self.state.mesh, self.linears[index], self.exchanges[index], self.heads
-        every_head = heads is not None and not heads.axes  # every rank of x goes on with all of them
+        every_head = heads is not None and not heads.axes  # every rank of x continues with all of them
         if linear._parameters.get("bias") is None and exchange.is_slice and not every_head:
             return output
         size = linear_size(linear)[0]
@@ -230,7 +230,7 @@ class Row:
 
     @property
     def leading(self) -> torch.Size | None:
-        """Leading dims of the block's input, in which its output is handed on."""
+        """Leading dims of the block's input, which its output has, too."""
         return self._leading if self.like is None else self.like.leading
 
     def enter(self, hidden: Tensor) -> None:
@@ -246,8 +246,8 @@ class Row:
         assert tokens is not None  # Block has seen to that
         product = Product(state, self.weights, self.layouts)
         rows = hidden.to(state.compute_dtype(hidden, self.weights))
-        if tokens.sharded and tokens.padded(mesh) > tokens.count:
-            rows = pad_dim(rows.reshape(tokens.count, -1), 0, tokens.padded(mesh))
+        if tokens.sharded and tokens.padded_count(mesh) > tokens.count:
+            rows = pad_dim(rows.reshape(tokens.count, -1), 0, tokens.padded_count(mesh))
         if mesh.size("y") > 1 and "y" in self.axes:
             (output,) = product.run(rows, over=mesh.group("y"))
         else:
@@ -258,12 +258,12 @@ class Row:
             output = reduce_scatter_rows(output, mesh.group("x"), self.leading if in_place else (-1,))
         elif torch.is_grad_enabled():
             output = all_reduce(output, mesh.group("x"))
-        else:  # nobody else has it
+        else:  # no graph holds it
             output = reduce_(output, mesh.group("x"))
         if self.linear.bias is not None:
             bias = replicated_local(self.linear.bias, mesh, self.bias_axes)
             output = output + take_slice(bias, self.hidden_size, mesh, "y").to(output.dtype)
-        if state.asked_dtype(hidden, self.weights):
+        if state.requested_dtype(hidden, self.weights):
             output = output.to(hidden.dtype)
         if tokens.sharded:
             return output if in_place else features_to_tokens(output, self.hidden_size, mesh).view(*self.leading, -1)

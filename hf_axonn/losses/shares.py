@@ -51,7 +51,7 @@ def _forward(state: ParallelState, model: nn.Module, original: Callable, /, *arg
 
 @contextmanager
 def _calls_of_loss(model: nn.Module, samples: int) -> Iterator[Callable[[], int]]:
-    """Inside, shares that the model's loss function returns are multiplied by `samples`; yields how many calls it has
+    """Multiply shares that the model's loss function returns inside by `samples`; yields how many calls it has
     had. Ours multiplies by itself (`share_factor`)."""
     own: Any = getattr(model, "loss_function", None)
     if isinstance(own, CausalLMLoss):
@@ -78,5 +78,5 @@ def _calls_of_loss(model: nn.Module, samples: int) -> Iterator[Callable[[], int]
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    """Whether Transformers wrote a model's forward: there only loss functions read the number of items."""
+    """Return whether Transformers wrote a model's forward: there only loss functions read the number of items."""
     return inspect.unwrap(type(model).forward).__module__.partition(".")[0] == "transformers"

@@ -125,7 +125,7 @@ class BatchCheck:
         )
 
     def _uses_random(self) -> bool:
-        """Whether the model drops anything as it now is."""
+        """Return whether the model drops anything as it now is."""
         if not self.model.training:
             return False
         if self._drops is None:

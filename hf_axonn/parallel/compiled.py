@@ -88,7 +88,8 @@ def compile_regions(state: ShardedModel, model: nn.Module, **options: Any) -> No
 
 
 def _is_opaque(module: nn.Module) -> bool:
-    """Whether graphs end at a module: it has parameters, or a forward of ours. Not so dropout that drops nothing."""
+    """Return whether graphs end at a module: it has parameters, or a forward of ours; not at dropout that drops
+    nothing."""
     if any(True for _ in module.parameters()):
         return True
     return "forward" in module.__dict__ and any(getattr(module, name) for name in dropout_names(module))

@@ -56,7 +56,7 @@ def install_decoder(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -
 def _layer(
     state: ShardedModel, layer: nn.Module, first: bool, end: str | None, original: Callable, /, *args, **kwargs
 ):
-    """A decoder layer: the first takes this rank's tokens, the last hands on `tokens` or gathers the `full` ones."""
+    """Run a decoder layer: the first takes this rank's tokens, the last returns `tokens` or gathers `full` ones."""
     if first:
         hidden, args, kwargs = split_hidden_states(args, kwargs)
         hidden = state.as_residual(hidden)
@@ -146,7 +146,7 @@ class PassKeeper:
         again, calls = self.state.context.snapshot(), itertools.count()
 
         def run(*inner_args, **inner_kwargs):
-            if next(calls) == 0:  # all is in its place, and dropout goes on counting after the layer
+            if next(calls) == 0:  # all is in its place, and dropout counts on after the layer
                 return function(*inner_args, **inner_kwargs)
             with again(), self._plain_parameters():
                 return function(*inner_args, **inner_kwargs)
@@ -261,7 +261,7 @@ def _base_model(state: ShardedModel, model: nn.Module, original: Callable, /, *a
 
 
 def _generate(state: ShardedModel, model: nn.Module, original: Callable, /, *args, **kwargs):
-    """Every forward uses weights gathered over z, so with a cache all ranks go on until the longest row is done.
+    """Generate on all ranks until the longest row is done, with a cache: every forward uses weights gathered over z.
 
     The weights are gathered once for the call. Memory: those of a model on the same grid with z = 1.
     """
@@ -269,7 +269,7 @@ def _generate(state: ShardedModel, model: nn.Module, original: Callable, /, *arg
     choices = (kwargs.get("use_cache"), *(getattr(given, "use_cache", None) for given in settings))
     if next((choice for choice in choices if choice is not None), None) is not False:
         kwargs.setdefault("synced_gpus", True)
-    # Without a cache Transformers fails for a rank that is done and goes on: it lengthens the mask, not the tokens.
+    # Without a cache Transformers fails for a rank that is done and continues: it lengthens the mask, not the tokens.
     # The first forward uses every weight, so none is gathered later and a rank may stop by itself.
     with state.context.gather_cache.keep_everything():
         return original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""From a plan to a sharded model: DTensors for parameters, and a sharded layer for every module that has some.
+"""The way from a plan to a sharded model: DTensors for parameters, and a sharded layer for every module that has some.
 
 `parallelize` calls `shard_parameters`, then `install_layers`. Neither communicates.
 """
@@ -18,7 +18,7 @@ from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan
 from hf_axonn.architectures.weight_kinds import vocabulary_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss, output_embedding, text_config
-from hf_axonn.engine.dtensors import distributed, shard_placements
+from hf_axonn.engine.dtensors import distribute_parameter, shard_placements
 from hf_axonn.engine.four_bit import elements_of
 from hf_axonn.engine.linears import is_conv1d, is_linear
 from hf_axonn.engine.report import Entry
@@ -58,7 +58,7 @@ def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: Shar
             if id(parameter) not in made:
                 kind = kinds.get(id(parameter), WeightKind.REPLICATED)
                 placements = shard_placements(kind, transposed=id(parameter) in transposed)
-                sharded = made[id(parameter)] = distributed(parameter, placements, mesh)
+                sharded = made[id(parameter)] = distribute_parameter(parameter, placements, mesh)
                 kinds[id(sharded)] = kind
                 made[id(sharded)] = sharded  # the new id must not be taken for an old one's
             module._parameters[name] = made[id(parameter)]

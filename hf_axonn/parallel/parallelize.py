@@ -210,7 +210,7 @@ def _replace_methods(model: nn.Module, state: ShardedModel) -> None:
 
 
 def _check_device(device_type: str, backend: str) -> None:
-    """Refuse a model that was left on the CPU by mistake. Where `init_process_group` is told nothing, torch makes a
+    """Refuse a model that was left on the CPU by mistake. Where `init_process_group` gets no backend, torch makes a
     world with gloo for CPUs and NCCL for GPUs; the model would train in it, slowly, on the CPU.
 
     Raises:
@@ -247,12 +247,12 @@ def _refuse_resize(
     """`resize_token_embeddings` of a sharded model: the embedding as it is, if nothing would change."""
     embedding = model.get_input_embeddings()
     size = embedding.weight.shape[0]
-    wanted = size if new_num_tokens is None else new_num_tokens
-    wanted = -(-wanted // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
-    if wanted != size:
+    new_size = size if new_num_tokens is None else new_num_tokens
+    new_size = -(-new_size // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
+    if new_size != size:
         raise ValueError(
-            f"resize_token_embeddings from {size} to {wanted}: the vocabulary of this model is sharded already. Load "
-            "the model with AutoModelForCausalLM.from_pretrained, resize it, and then shard it with "
+            f"resize_token_embeddings from {size} to {new_size}: the vocabulary of this model is sharded already. "
+            "Load the model with AutoModelForCausalLM.from_pretrained, resize it, and then shard it with "
             "hf_axonn.parallelize; or save the resized model once and load that with hf_axonn.from_pretrained."
         )
     return embedding

@@ -17,7 +17,7 @@ from hf_axonn.layers.base import PatchedForward, Replicated, innermost, replaced
 
 
 def is_own_method(forward: Callable, module: nn.Module) -> bool:
-    """Whether a forward is that of the module's class, and not what somebody has put in its place."""
+    """Return whether a forward is that of the module's class, and not another in its place."""
     return inspect.ismethod(forward) and forward.__self__ is module
 
 
@@ -42,7 +42,7 @@ class Region:
         ]
 
     def forward(self, original: Callable, *args, **kwargs):
-        """In place of the module's own forward, which is `original`."""
+        """Run in place of the module's own forward, which is `original`."""
         if getattr(self.module, "gradient_checkpointing", False) and self.module.training and checkpoints_in_forward():
             return original(*args, **kwargs)  # its checkpoint calls `run`
         return self.run(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A parallelized model: how it lies on the grid, and what `parallelize` and later steps have installed on its modules.
+"""A parallelized model: its layout on the grid, and what `parallelize` and later steps have installed on its modules.
 
 It hangs on the model as `model.axonn`. Each attribute is set in the constructor or by the one method that is named
 beside it.
@@ -111,7 +111,7 @@ class ShardedModel(ParallelState):
         self._installers |= dict.fromkeys(modules)
 
     def can_copy(self, module: nn.Module) -> bool:
-        """Whether a copy of the module can have sharded layers of its own."""
+        """Return whether a copy of the module can have sharded layers of its own."""
         return self._installers.get(module, ()) is not None
 
     def install_copy(self, original: nn.Module, copy: nn.Module) -> None:

@@ -35,7 +35,7 @@ def compute_loss(
         return original(model, inputs, return_outputs, num_items_in_batch)
     smoother, self.label_smoother = self.label_smoother, None
     try:
-        with loss.smoothed(smoother.epsilon):
+        with loss.smooth_labels(smoother.epsilon):
             return original(model, inputs, return_outputs, num_items_in_batch)
     finally:
         self.label_smoother = smoother

@@ -30,15 +30,15 @@ def test_a_failed_backward_pass_is_forgotten():
 def test_the_pass_decides_where_it_begins():
     averaging = GradientAveraging()
     averaging.average_by_itself()
-    with averaging.unsynced(), averaging.unsynced():
+    with averaging.no_sync(), averaging.no_sync():
         averaging.begin_pass()
     assert not averaging.averages and not averaging.backward_begins()
-    with averaging.synced():
+    with averaging.force_sync():
         assert averaging.averages and averaging.backward_begins()
         averaging.finish()
     assert not averaging.averages
     averaging.begin_pass()
-    with averaging.unsynced():
+    with averaging.no_sync():
         assert averaging.backward_begins()  # the pass began outside
 
 

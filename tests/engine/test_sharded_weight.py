@@ -25,6 +25,6 @@ def test_a_placeholder_holds_no_memory():
 
 def test_a_slot_hands_over_what_it_was_promised():
     slot, grad = GradientSlot(), torch.tensor(1.0)
-    assert slot.finished(grad) is grad  # nothing was promised: the gradient itself
+    assert slot.take_or(grad) is grad  # nothing was promised: the gradient itself
     slot.add(lambda: torch.tensor(5.0))
-    assert slot.finished(grad) == 5
+    assert slot.take_or(grad) == 5

@@ -23,7 +23,7 @@ from hf_axonn.compat.bitsandbytes import is_four_bit
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
 from hf_axonn.distributed.collectives import broadcast_all
 from hf_axonn.distributed.mesh import STAGE
-from hf_axonn.engine.dtensors import distributed, shard_placements
+from hf_axonn.engine.dtensors import distribute_parameter, shard_placements
 from hf_axonn.engine.report import Entry
 from hf_axonn.layers.base import Reader, Replicated, patch_forward
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
@@ -40,7 +40,7 @@ from hf_axonn.topology.weight_kind import WeightKind
 
 @contextlib.contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[None]:
-    """While inside, every module that PEFT has wrapped stands in the model in place of its wrapper.
+    """Put every module that PEFT has wrapped in the place of its wrapper inside.
 
     A module that was replaced inside, as one of another stage of a pipeline, does not get its wrapper back.
     """
@@ -86,7 +86,7 @@ def install_adapters(state: ShardedModel, model: nn.Module) -> None:
 
 
 def _around(state: ShardedModel, names: dict, wrapper: nn.Module, base: nn.Module) -> None:
-    """What a wrapper needs once, whatever the adapters in it."""
+    """Install what a wrapper needs once, whatever the adapters in it."""
     if base in state.blocks:
         state.blocks[base].around(wrapper)
     child = next((child for child, module in wrapper._modules.items() if module is base), None)
@@ -186,7 +186,7 @@ def _copies(
             for name, parameter in list(module._parameters.items()):
                 if _is_plain(parameter):
                     if id(parameter) not in made:
-                        sharded = distributed(parameter, like._parameters[name].placements, state.mesh)
+                        sharded = distribute_parameter(parameter, like._parameters[name].placements, state.mesh)
                         made[id(parameter)] = made[id(sharded)] = sharded
                     module._parameters[name] = made[id(parameter)]
             state.install_copy(like, module)
@@ -213,7 +213,7 @@ def _replicate(state: ShardedModel, names: dict, *modules: nn.Module) -> None:
     for module in modules:
         new = {name: parameter for name, parameter in module._parameters.items() if _is_plain(parameter)}
         module._parameters.update(
-            {name: distributed(parameter, placements, state.mesh) for name, parameter in new.items()}
+            {name: distribute_parameter(parameter, placements, state.mesh) for name, parameter in new.items()}
         )
         if new:
             entry = Entry(names[module], WeightKind.ADAPTER, sum(parameter.numel() for parameter in new.values()))

@@ -63,7 +63,7 @@ def norm_over_stages(
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """In the widest of dtypes, the same on all ranks of a stage."""
+    """Return the norm in the widest of dtypes, the same on all ranks of a stage."""
     kinds = ([each for each in gradients if isinstance(each, DTensor) is sharded] for sharded in (True, False))
     norms = [whole(total_norm(each, norm_type)).double() for each in kinds if each]
     nothing = torch.zeros((), dtype=torch.float64, device=device)

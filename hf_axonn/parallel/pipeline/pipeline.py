@@ -5,7 +5,7 @@
     one after another   anything else: each stage waits for the one before, and all ranks of pipe have the output.
                         Right for any use of the logits, with gradients too; P times slower than a full pipeline
 
-Stages hand on the residual stream in its own layout, point to point between equal coordinates: nothing is gathered.
+Stages send the residual stream in its own layout, point to point between equal coordinates: nothing is gathered.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class Pipeline:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Of this rank's stages, with those of adapters."""
+        """Parameters of this rank's stages, with those of adapters."""
         return list(self.model.parameters())
 
     def experts_of(self, given: Mapping[str, Any]) -> int:
-        """Of how many experts a call of the model wants the auxiliary loss of routers; 0: it wants none."""
-        wanted = given.get("output_router_logits")
-        if wanted is None:
-            wanted = getattr(self.model.config, "output_router_logits", False)
-        return carried_experts(self.model) if wanted else 0
+        """Return the number of experts if a call of the model has the auxiliary loss of routers; 0 if it has none."""
+        routers = given.get("output_router_logits")
+        if routers is None:
+            routers = getattr(self.model.config, "output_router_logits", False)
+        return carried_experts(self.model) if routers else 0
 
     def update_modules(self) -> None:
         """Look at the model once it has its modules, and again when adapters have come or its weights have another
@@ -94,10 +94,10 @@ class Pipeline:
         ]
         every = gather_json(facts, self.mesh.device, self.group)
         self.stages.drops = any(drops for _, drops, *_ in every)
-        self._adapted_ends(embedding=any(its[0] for *_, its, _ in every), head=any(its[1] for *_, its, _ in every))
+        self._adapted_ends(embedding=any(ends[0] for *_, ends, _ in every), head=any(ends[1] for *_, ends, _ in every))
         if dtype := every[0][-1]:  # which a fake world of another rank does not know
             self.stages.take_dtype(getattr(torch, dtype))
-        idle = sorted(stage for trains, _, its, *_ in every for stage in its if not trains)
+        idle = sorted(stage for trains, _, stages, *_ in every for stage in stages if not trains)
         if idle and len(idle) < self.stages.total:
             raise ValueError(
                 f"of {self.stages.total} stages over pipe, {', '.join(map(str, idle))} would have nothing to train, "
@@ -107,7 +107,7 @@ class Pipeline:
         self.update_counts()
 
     def update_counts(self) -> None:
-        """Note what other stages have, for numbers that a rank alone is asked for (`num_parameters`). Collectives over
+        """Note what other stages have, for numbers that one rank alone returns (`num_parameters`). Collectives over
         pipe: those of `gather_texts`."""
         own = own_counts(self.model)
         every = gather_json(own, self.mesh.device, self.group)
@@ -117,7 +117,7 @@ class Pipeline:
 
     def _adapted_ends(self, *, embedding: bool, head: bool) -> None:
         """Give a weight that both ends have the name that an adapter around the embedding gives it on one process, and
-        let nobody merge an adapter into the half of it that one stage has."""
+        refuse to merge an adapter into the half of it that one stage has."""
         tied = self.stages.tied
         if tied is None or not (embedding or head):
             return
@@ -172,7 +172,7 @@ class Pipeline:
         return [cast(nn.Parameter, self.stages.tied.weight)]
 
     def takes(self, micro_batches: int) -> bool:
-        """Whether the schedule can run so many micro-batches."""
+        """Return whether the schedule can run this number of micro-batches."""
         pipe = self.mesh.size("pipe")
         if self.state.config.schedule == "gpipe":
             return True
@@ -195,7 +195,7 @@ class Pipeline:
 
         Args:
             calls: one for each micro-batch, which calls the model with it and returns its loss, or anything in stages
-                that have none. All of [batch, seq] tokens; as many on every rank.
+                that have none. All of [batch, seq] tokens; the same number on every rank.
             experts: as `experts_of` says, the same for all.
         Returns:
             (the losses of the micro-batches [m] on all ranks of pipe, the gradients of their sum on this rank).
@@ -293,12 +293,12 @@ class Pipeline:
             with self.stages.running(stage, received, seeds(stage, 0)) as passing:
                 output = call()
             if not stage.last:
-                sent.append(send(self.stages.handed(passing), self.mesh, stage.index + 1))
+                sent.append(send(self.stages.to_send(passing), self.mesh, stage.index + 1))
         PROGRESS.passing = ""
-        return self._shared(output, sent)
+        return self._share_output(output, sent)
 
     def from_last(self, value: Tensor | None) -> Tensor | None:
-        """What the ranks with the last stage have, on all ranks of pipe.
+        """Return what the ranks with the last stage have, on all ranks of pipe.
 
         Collectives over pipe: those of `gather_texts`, and a broadcast.
         """
@@ -311,8 +311,8 @@ class Pipeline:
         ids = call.keywords["input_ids"]
         return ids.shape[0], ids.shape[1]
 
-    def _shared(self, output: Any, sent: list[Tensor]) -> Any:
-        """The output of the last stage, on all ranks of pipe."""
+    def _share_output(self, output: Any, sent: list[Tensor]) -> Any:
+        """Return the output of the last stage, on all ranks of pipe."""
         values, source = {name: output.get(name) for name in SHARED}, self.source
         facts = self._facts_of_last(values)
         for name, value in values.items():
@@ -325,7 +325,7 @@ class Pipeline:
                 values[name] = share(value, self.group, self.source, sent)
             else:
                 values[name] = broadcast_over(value.detach().contiguous(), source, self.group)
-        # Of router logits a stage has those of its own layers. What is None is left out, as Transformers does.
+        # Of router logits a stage has those of its own layers. What is None is omitted, as Transformers does.
         found = {name: value for name, value in (dict(output) | values).items() if name != "router_logits"}
         output = type(output)(**{name: value for name, value in found.items() if value is not None})
         self._watch_tied(output)
@@ -398,7 +398,8 @@ class _Loss(torch.autograd.Function):
 
 
 class _StageModule(nn.Module):
-    """What torch's schedules call for a stage: with a micro-batch's number, after what the stage before has sent."""
+    """The module that torch's schedules call for a stage: with a micro-batch's number, after what the stage before has
+    sent."""
 
     def __init__(self, stages: Stages, stage: Stage) -> None:
         super().__init__()
@@ -416,7 +417,7 @@ class _StageModule(nn.Module):
             except Exception as error:
                 error.add_note(f"in stage {self._stage.index} of {self._stages.total}, micro-batch {micro_batch}")
                 raise
-            return loss if self._stage.last else self._stages.handed(passing)
+            return loss if self._stage.last else self._stages.to_send(passing)
 
 
 def _refuse_merge(*_: Any, **__: Any) -> None:

@@ -18,7 +18,7 @@ from hf_axonn.distributed.mesh import GridMesh
 
 
 def receive(outlines: Sequence[Tensor], mesh: GridMesh, stage: int) -> tuple[Tensor, ...]:
-    """What stage number `stage` sends; the gradients go back there. Point to point over pipe.
+    """Receive what stage number `stage` sends; the gradients go back there. Point to point over pipe.
 
     `outlines`: empty tensors of its shapes and dtypes, on the meta device.
     """
@@ -34,7 +34,7 @@ def send(handed: Sequence[Tensor], mesh: GridMesh, stage: int) -> Tensor:
 
 
 def share(value: Tensor, group: ProcessGroup, source: int, sent: Sequence[Tensor]) -> Tensor:
-    """A tensor of rank `source` of `group` on all of its ranks, each of which then repeats the same work.
+    """Return a tensor of rank `source` of `group` on all of its ranks, which then repeat the same work.
 
     Backward: to where it comes from; on the others it begins with what they have `sent`. One broadcast over `group`.
     """
@@ -42,7 +42,7 @@ def share(value: Tensor, group: ProcessGroup, source: int, sent: Sequence[Tensor
 
 
 def _anchor(mesh: GridMesh) -> Tensor:
-    """What makes a node of the graph where nothing else would."""
+    """Return a number that makes a node of the graph where nothing else would."""
     return torch.zeros((), device=mesh.device, requires_grad=torch.is_grad_enabled())
 
 
