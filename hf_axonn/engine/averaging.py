@@ -12,7 +12,7 @@ class GradientAveraging:
     its gradients are averaged, and a backward pass averages them at its end at most once.
 
         last pass began   backward is called by       `averages`   a backward pass
-        in `no_sync`     anyone                      no           leaves them as each rank has them
+        in `no_sync`      anyone                      no           leaves them as each rank has them
         outside of it     a plain loop                yes          leaves them to `sync_gradients` or `syncing`
         outside of it     `Accelerator.backward` ...  yes          leaves them to the caller, who is inside `by_caller`
         outside of it     the user, of a model that   yes          at its first gradient `backward_begins` is True, at
