@@ -45,8 +45,8 @@ def check_order(order: object) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def written(order: Sequence[str], grid: Grid) -> list[str]:
-    """An order as it is written: without pipe where the grid has no pipeline."""
+def trim_order(order: Sequence[str], grid: Grid) -> list[str]:
+    """Return an order as users write it: without pipe where the grid has no pipeline."""
     return [axis for axis in order if axis != "pipe" or grid.pipe > 1]
 
 
