@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_axonn.compat.accelerate import prepared_models
 from hf_axonn.engine.master_weights import make_masters
-from hf_axonn.engine.state import parallel_state
+from hf_axonn.parallel.sharded_model import sharded_model
 
 
 class MasterMethods:
@@ -30,9 +30,9 @@ class MasterMethods:
 def stages_agree(models: Iterable[nn.Module]) -> None:
     """Let the stages of pipelines know which dtype travels between them, and what of the others is trained.
 
-    Collectives: those of `Pipeline.know_modules`.
+    Collectives: those of `Pipeline.update_modules`.
     """
     for model in models:
-        state = parallel_state(model)
+        state = sharded_model(model)
         if state is not None and state.pipeline is not None:
-            state.pipeline.know_modules()
+            state.pipeline.update_modules()

@@ -22,10 +22,11 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.dtensors import whole
-from hf_axonn.engine.gradient_sync import syncing
+from hf_axonn.engine.gradient_sync import averaging
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.parallel.compiled import compile_regions
 from hf_axonn.parallel.pipeline.norms import norm_over_stages
+from hf_axonn.parallel.sharded_model import sharded_model
 
 
 logger = get_logger(__name__)
@@ -70,7 +71,7 @@ class TrainingMethods:
         """Prepare with autocast, but without DDP: the engine does its own communication. With a dynamo plugin a
         parallelized model is compiled by regions (parallel/compiled.py)."""
         self._shard(model)
-        state, shared = parallel_state(model), AcceleratorState()
+        state, shared = sharded_model(model), AcceleratorState()
         dynamo, off = shared.dynamo_plugin, TorchDynamoPlugin(backend="no")
         with replaced({(shared, "dynamo_plugin"): off} if state is not None else {}):
             prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -82,7 +83,7 @@ class TrainingMethods:
                 if not dynamo.dynamic:  # `accelerate launch` says False by default
                     options.pop("dynamic", None)
                 compile_regions(state, model, **options)
-            state.context.averages_itself = True
+            state.context.averaging.average_by_itself()
             # Scripts take these from the wrapper that DistributedDataParallel would be.
             prepared.no_sync = partial(self.no_sync, prepared)
             prepared.__dict__["module"] = prepared
@@ -127,11 +128,7 @@ class TrainingMethods:
         As under DistributedDataParallel, whether they are is decided where the forward pass begins (`no_sync`).
         """
         each = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        models = {model: state for model in prepared_models(self) if (state := parallel_state(model)) is not None}
-        averaged = [
-            model for model, state in models.items() if (self.sync_gradients or each) and state.context.averages
-        ]
-        with replaced({(state.context, "averages_itself"): False for state in models.values()}), syncing(*averaged):
+        with averaging(*prepared_models(self), last=self.sync_gradients or each):
             super().backward(loss, **kwargs)
 
     @contextlib.contextmanager
@@ -142,7 +139,7 @@ class TrainingMethods:
             with super().no_sync(model):
                 yield
             return
-        with replaced({(state.context, "no_sync"): True}):
+        with state.context.averaging.no_sync():
             yield
 
     @contextlib.contextmanager
@@ -153,7 +150,7 @@ class TrainingMethods:
             with super().trigger_sync_in_backward(model):
                 yield
             return
-        with replaced({(state.context, "averages"): True}):
+        with state.context.averaging.force_sync():
             yield
 
     def clip_grad_norm_(self, parameters, max_norm: float, norm_type: float = 2):
@@ -165,7 +162,7 @@ class TrainingMethods:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         mesh = self.axonn_mesh
         if mesh.size("pipe") > 1:
-            states = [state for model in prepared_models(self) if (state := parallel_state(model)) is not None]
+            states = [state for model in prepared_models(self) if (state := sharded_model(model)) is not None]
             pipelines = [state.pipeline for state in states if state.pipeline is not None]
             norm = norm_over_stages(gradients, pipelines, mesh, norm_type)
             clip_to_norm(parameters, max_norm, norm)

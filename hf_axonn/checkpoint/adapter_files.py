@@ -26,7 +26,7 @@ def full_tensors(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tens
     Collectives: an all-gather of each that is sharded; with pipe those of `whole_of_all_stages`.
     """
     state = parallel_state(model)
-    if state is not None and state.pipeline is not None:
+    if state is not None and state.grid.pipe > 1:
         return whole_of_all_stages(tensors, state.mesh)
     return {name: whole(tensor).detach().cpu() for name, tensor in tensors.items()}
 

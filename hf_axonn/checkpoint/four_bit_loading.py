@@ -72,7 +72,7 @@ def _quantize(
         rows, own = part_of(module._parameters["weight"])
         cols = slice(*(edge // bits.block_bytes * bits.block for edge in (own.start, own.stop)))
         values = read(weight, (rows, cols), device=device) if isinstance(weight, LazyTensor) else weight[rows, cols]
-        result[name] = _as_part(bits.quantized(values), module)
+        result[name] = _as_part(bits.quantize(values), module)
     return result
 
 

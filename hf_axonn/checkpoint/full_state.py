@@ -37,7 +37,7 @@ def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = Non
     """
     state_dict = model.state_dict() if state_dict is None else state_dict
     state = parallel_state(model)
-    if state is not None and state.pipeline is not None:
+    if state is not None and state.grid.pipe > 1:
         if any(hasattr(parameter, "four_bit") for parameter in model.parameters()):
             raise ValueError(
                 "a model of 4-bit weights cannot be saved whole over a grid with pipe: save its adapters alone, with "

@@ -19,7 +19,7 @@ from hf_axonn.checkpoint.hf_loader import fill, refuse_integers
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import local, local_slices, shard_of
 from hf_axonn.engine.stage_tensors import over_stages
-from hf_axonn.engine.state import parallel_state
+from hf_axonn.engine.state import is_parallelized, parallel_state
 
 
 WEIGHTS = "model.safetensors"
@@ -118,12 +118,13 @@ def _places(model: nn.Module, groups: list[dict[str, Any]]) -> tuple[list[int], 
         ValueError: over pipe, the order of one process is not known.
     """
     state = parallel_state(model)
-    if state is None or state.pipeline is None:
+    if state is None or state.grid.pipe == 1:
         counts = [len(group["params"]) for group in groups]
         return counts, [list(range(count)) for count in counts]
-    name_of = {id(parameter): name for name, parameter in state.pipeline.model.named_parameters()}
+    inner = next(filter(is_parallelized, model.modules()))
+    name_of = {id(parameter): name for name, parameter in inner.named_parameters()}
     own = [[name_of[id(parameter)] for parameter in group["params"]] for group in groups]
-    known = {name: place for place, name in enumerate(state.pipeline.names)}
+    known = {name: place for place, name in enumerate(state.names)}
     every = over_stages(own, state.mesh)
     whole = [sorted({name for stage in every for name in stage[group]}) for group in range(len(groups))]
     if unknown := [name for names in whole for name in names if name not in known]:

@@ -15,7 +15,7 @@ from hf_axonn.checkpoint.save import SaveError
 from hf_axonn.checkpoint.shard_files import describe, order_in_file, write_safetensors
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import first_problem
-from hf_axonn.engine.stage_tensors import of_all_stages, whole_at_first
+from hf_axonn.engine.stage_tensors import outline_all_stages, whole_at_first
 from hf_axonn.engine.state import parallel_state
 
 
@@ -35,13 +35,13 @@ def save_whole(model: nn.Module, directory: str | os.PathLike[str], max_shard_si
     Raises:
         SaveError: rank 0 cannot write; on every rank.
         ValueError: safetensors has no such dtype.
-    Collectives: those of `of_all_stages`; one gather of each sharded tensor over (y, x, z), which another stage than
-        the first sends there; and `first_problem`.
+    Collectives: those of `outline_all_stages`; one gather of each sharded tensor over (y, x, z), which another stage
+        than the first sends there; and `first_problem`.
     """
     state = parallel_state(model)
     assert state is not None, "of a parallelized model"
     tensors = _once_each(model)
-    staged = of_all_stages(tensors, state.mesh)
+    staged = outline_all_stages(tensors, state.mesh)
     outlines = {name: each.outline for name, each in staged.items()}
     plan = split_torch_state_dict_into_shards(outlines, filename_pattern=PATTERN, max_shard_size=max_shard_size)
     shapes = {name: (describe(each).dtype, tuple(each.shape)) for name, each in outlines.items()}

@@ -37,7 +37,7 @@ from hf_axonn.planner.search import GridRanking, plan, sweep
 from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.step import BASES
 from hf_axonn.profiling.read_shape import read_shape
-from hf_axonn.topology.axis_order import written
+from hf_axonn.topology.axis_order import trim_order
 
 
 # Parts of a step in the order in which they are stacked: compute in blues, communication in reds, else grey.
@@ -228,7 +228,7 @@ def entry_json(entry: Prediction, options: argparse.Namespace) -> dict[str, Any]
     """Return a prediction as JSON: seconds, bytes, FLOP/s, and what the training costs."""
     return {
         "grid": entry.grid.as_dict(),
-        "order": written(entry.order, entry.grid),
+        "order": trim_order(entry.order, entry.grid),
         "settings": settings.as_text(entry.job),
         "micro_batches": entry.micro_batches,
         "step_seconds": entry.total,

@@ -13,7 +13,7 @@ from hf_axonn.planner.memory import RESERVE
 from hf_axonn.planner.predict import Prediction, predict
 from hf_axonn.planner.search import GridRanking, alternatives
 from hf_axonn.planner.shapes import heads_repeat
-from hf_axonn.topology.axis_order import ORDER, written
+from hf_axonn.topology.axis_order import ORDER, trim_order
 from hf_axonn.topology.grid import Grid
 
 
@@ -200,8 +200,9 @@ def doubts(found: GridRanking) -> list[str]:
     if best.order != ORDER:
         gain = 1 - best.total / best.reorder(ORDER).total
         text.append(
-            f"its axes lie on the machine in the order {', '.join(written(best.order, best.grid))} (the fastest links "
-            f"first), which takes {gain:.0%} less than the engine's own, {', '.join(written(ORDER, best.grid))}"
+            f"its axes lie on the machine in the order {', '.join(trim_order(best.order, best.grid))} (the fastest "
+            f"links first), which takes {gain:.0%} less than the engine's own, "
+            f"{', '.join(trim_order(ORDER, best.grid))}"
         )
     return text
 
@@ -280,7 +281,7 @@ def section_lines(best: Prediction) -> list[str]:
     chosen, job = settings.as_text(best.job), best.job
     text = ["axonn_config:", f"  grid: {inline(best.grid)}"]
     if best.order != ORDER:
-        text.append(f"  order: [{', '.join(written(best.order, best.grid))}]")
+        text.append(f"  order: [{', '.join(trim_order(best.order, best.grid))}]")
     if job.keep_gathered != "recomputed":
         text.append(f"  keep_gathered: {job.keep_gathered}")
     text += [f"  {name}: bfloat16" for name in settings.ROUNDING if chosen[name] == "bf16"]

@@ -68,7 +68,7 @@ class Tokens:
         """Tokens before padding, B * S."""
         return self.batch * self.seq
 
-    def padded(self, mesh: GridMesh) -> int:
+    def padded_count(self, mesh: GridMesh) -> int:
         """Tokens after padding to a multiple of x * y."""
         parts = mesh.size("x", "y")
         return ceil_div(self.count, parts) * parts
@@ -79,7 +79,7 @@ def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
 
     Backward: all-gather over (x, y), so every rank has the gradient of the full tensor.
     """
-    flat = pad_dim(hidden.reshape(tokens.count, -1), 0, tokens.padded(mesh))
+    flat = pad_dim(hidden.reshape(tokens.count, -1), 0, tokens.padded_count(mesh))
     if tokens.features:
         x, y = mesh.size("x"), mesh.size("y")
         features = ceil_div(tokens.features, y)
@@ -104,9 +104,9 @@ def gather_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
 
 
 def in_features(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> bool:
-    """Whether a part of the residual stream is [1, T/x, H/y] and not [1, T/(x*y), H]: the layers' is, but not what
-    comes after the last of them."""
-    return bool(tokens.features) and hidden.shape[1] * mesh.size("x") == tokens.padded(mesh)
+    """Return whether a part of the residual stream is [1, T/x, H/y] and not [1, T/(x*y), H]: the layers' is, but what
+    comes after the last of them is not."""
+    return bool(tokens.features) and hidden.shape[1] * mesh.size("x") == tokens.padded_count(mesh)
 
 
 def tokens_to_features(hidden: Tensor, mesh: GridMesh) -> Tensor:
@@ -123,8 +123,8 @@ def features_to_tokens(hidden: Tensor, hidden_size: int, mesh: GridMesh) -> Tens
     """[T/x, H/y] -> [1, T/(x*y), H]: the way out of a block. All-to-all over y, both ways."""
     y = mesh.size("y")
     blocks = hidden.reshape(y, -1, hidden.shape[-1])
-    mine = all_to_all(blocks, mesh.group("y")).transpose(0, 1).flatten(1, 2)
-    return first(mine, hidden_size).unsqueeze(0)
+    own = all_to_all(blocks, mesh.group("y")).transpose(0, 1).flatten(1, 2)
+    return first(own, hidden_size).unsqueeze(0)
 
 
 def take_features(hidden: Tensor, mesh: GridMesh, axis: str) -> Tensor:

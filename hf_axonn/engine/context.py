@@ -1,18 +1,20 @@
-"""What lives for one pass of a parallelized model: its tokens, its random seed, and its communication in flight."""
+"""State of one pass of a parallelized model: its tokens, its random seed, and its communication in flight."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from hf_axonn.compat.replaced import replaced
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens
+from hf_axonn.engine.averaging import GradientAveraging
 from hf_axonn.engine.gather_cache import GatherCache
 from hf_axonn.engine.gathering import start_gathers
 from hf_axonn.engine.overlap import GatherAhead, GradientSchedule, ReductionQueue, in_backward
@@ -40,29 +42,44 @@ class StagePass:
     tokens: Tokens | None = None
     real: tuple[int, int] | None = None
 
+    def arrive(self, tokens: Tokens) -> None:
+        """Note the batch that has come to the layers."""
+        self.tokens = tokens
+
+    def depart(self, hidden: Tensor, tokens: Tokens) -> None:
+        """Note the residual stream for the next stage, and the batch that has left the layers."""
+        self.handed, self.tokens = hidden, tokens
+
+    def add_routing(self, sums: Tensor) -> None:
+        """Add the sums over the routers of this stage to those of the stages before."""
+        self.routing = sums if self.routing is None else self.routing + sums
+
+    def set_real(self, rows: int, columns: int) -> None:
+        """Note how much of the batch was there before it was filled up."""
+        self.real = rows, columns
+
 
 class PassContext:
-    """The pass that is under way, or the last one.
+    """The pass that is under way, or the last one. What is set is set by the method that is named beside it.
 
     Args:
         config: overlap switches.
         mesh: where z is 1 there is nothing to gather ahead and no reduction to hide.
 
     Attributes:
-        tokens: the batch that passes through the decoder layers; None outside of them.
-        in_forward: whether a forward pass of the whole model is under way.
-        wants_gradients: whether the last pass began with gradients on.
-        no_sync: whether passes that begin now leave their gradients unaveraged (`accelerator.no_sync`).
-        averages: whether the gradients of the last pass are to be averaged.
-        averages_itself: whether a backward pass averages them at its end, whoever has called it.
-        will_average: whether the backward pass that is under way will do so.
-        defer_head: whether the head leaves its logits to the loss in this pass (training with labels).
-        items_of_all: whether the num_items_in_batch of a pass are those of all ranks, and not of this (data, z) alone.
-        share_factor: what a loss for num_items_in_batch is multiplied by in this pass (losses/shares.py).
-        random_seed, random_count: of the `keyed_random` that is open (layers/dropout.py).
-        stage: of a pipeline that is running (parallel/pipeline/); None outside of them.
-        deferred: where backward passes leave the computation of weight gradients (`matmul3d.finish_deferred`); None:
-            they compute them.
+        tokens: the batch that passes through the decoder layers (`enter_layers`); None outside of them.
+        in_forward: whether a forward pass of the whole model is under way (`begin_forward`).
+        wants_gradients: whether the last pass began with gradients on (`begin_forward`).
+        defer_head: whether the head leaves its logits to the loss in this pass, in training with labels
+            (`begin_forward`).
+        averaging: whether gradients are averaged, and who begins that.
+        items_of_all: whether the num_items_in_batch of a pass are those of all ranks, and not of this (data, z) alone
+            (`own_items`).
+        share_factor: what a loss for num_items_in_batch is multiplied by in this pass (`multiplied_shares`).
+        random_seed, random_count: of the `keyed_random` that is open (`with_seed`, `count_random`).
+        stage: of a pipeline that is running (`running`); None outside of them.
+        deferred: where backward passes leave the computation of weight gradients (`deferring`); None: they compute
+            them.
         gather_cache: gathered weights that outlive their multiplication.
         gather_ahead: gathers that begin before they are needed.
         gradient_schedule: when finished weight gradients are handed to autograd.
@@ -74,10 +91,7 @@ class PassContext:
         self.tokens: Tokens | None = None
         self.in_forward = False
         self.wants_gradients = False
-        self.no_sync = False
-        self.averages = True
-        self.averages_itself = False
-        self.will_average = False
+        self.averaging = GradientAveraging()
         self.defer_head = False
         self.items_of_all = True
         self.share_factor = 1
@@ -94,12 +108,19 @@ class PassContext:
         self.gradient_schedule = GradientSchedule(distance=2 if z > 1 else 0)
         self.reductions = ReductionQueue(enabled=config.overlap.reduce_scatter)
 
-    def begin_forward(self, weights: Sequence[ShardedWeight]) -> None:
-        """Start a pass: drop earlier gathers, and give trained shards their nodes in the new graph."""
+    def begin_forward(
+        self, weights: Sequence[ShardedWeight], *, whole_model: bool = False, defer_head: bool = False
+    ) -> None:
+        """Start a pass: drop earlier gathers, and give trained shards their nodes in the new graph.
+
+        Args:
+            whole_model: the pass is one of the whole model, and ends with `end_forward`.
+            defer_head: the head of it leaves its logits to the loss.
+        """
+        self.in_forward, self.defer_head = whole_model, defer_head
         self.wants_gradients = torch.is_grad_enabled()
         if self.wants_gradients:
-            self.averages = not self.no_sync
-            self.will_average = False  # a backward pass that failed never came to its end
+            self.averaging.begin_pass()
         self.gather_ahead.begin_pass()
         self.gather_cache.begin_pass()
         for weight in weights:
@@ -116,22 +137,52 @@ class PassContext:
         if torch.is_grad_enabled() and not in_backward():
             self.gradient_schedule.enter(group)
 
-    @contextlib.contextmanager
-    def with_tokens(self, tokens: Tokens | None) -> Iterator[None]:
-        """Set `tokens` inside: a layer that is recomputed needs those of its own first pass."""
-        before, self.tokens = self.tokens, tokens
-        try:
-            yield
-        finally:
-            self.tokens = before
+    def enter_layers(self, tokens: Tokens) -> None:
+        """Note the batch that has come to the decoder layers."""
+        self.tokens = tokens
 
-    @contextlib.contextmanager
-    def with_seed(self, seed: int | None, count: int) -> Iterator[None]:
-        """Inside, a `keyed_random` derives its seed from this one, as the one after `count` others; None: from the
+    def leave_layers(self) -> None:
+        """Note that the batch has left the decoder layers."""
+        self.tokens = None
+
+    def with_tokens(self, tokens: Tokens | None) -> AbstractContextManager[None]:
+        """Set `tokens` inside: a layer that is recomputed needs those of its own first pass."""
+        return replaced({(self, "tokens"): tokens})
+
+    def with_seed(self, seed: int | None, count: int) -> AbstractContextManager[None]:
+        """Let a `keyed_random` inside derive its seed from this one, as the one after `count` others; None: from the
         generator."""
-        before = self.random_seed, self.random_count
-        self.random_seed, self.random_count = seed, count
-        try:
-            yield
-        finally:
-            self.random_seed, self.random_count = before
+        return replaced({(self, "random_seed"): seed, (self, "random_count"): count})
+
+    def count_random(self) -> int:
+        """Count a nested `keyed_random`, and return its number."""
+        self.random_count += 1
+        return self.random_count
+
+    def snapshot(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return what puts the tokens and the seed of now back for the time of a block, when a layer runs again."""
+        now = {(self, name): getattr(self, name) for name in ("tokens", "random_seed", "random_count")}
+        return partial(replaced, now)
+
+    def running(self, stage: StagePass) -> AbstractContextManager[None]:
+        """Set `stage` inside: the stage of a pipeline that runs."""
+        return replaced({(self, "stage"): stage})
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Let backward passes inside leave the computation of weight gradients to those who take them
+        (`take_deferred`, `matmul3d.finish_deferred`)."""
+        return replaced({(self, "deferred"): []})
+
+    def take_deferred(self) -> list[partial[list[Tensor]]]:
+        """Return what backward passes have left since this was called last."""
+        assert self.deferred is not None
+        deferred, self.deferred = self.deferred, []
+        return deferred
+
+    def own_items(self) -> AbstractContextManager[None]:
+        """Take the num_items_in_batch of passes inside as those of this (data, z) alone."""
+        return replaced({(self, "items_of_all"): False})
+
+    def multiplied_shares(self, factor: int) -> AbstractContextManager[None]:
+        """Multiply losses for num_items_in_batch inside (losses/shares.py)."""
+        return replaced({(self, "share_factor"): factor})

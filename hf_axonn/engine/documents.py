@@ -1,4 +1,4 @@
-"""What a document is in a batch, and batches whose documents do not see each other.
+"""Documents in a batch: which tokens belong to which, and batches whose documents do not see each other.
 
 Several documents may stand in one row of a batch (packing, padding-free collators). Collators say so in `position_ids`
 that start again, in `seq_idx`, in `cu_seq_lens_q`, or in an `attention_mask` that numbers documents.
@@ -187,7 +187,7 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def _masks_number_documents(model: nn.Module, mask: Tensor) -> bool:
-    """Whether the masks of a model's batches number documents, as that of its first batch does or does not."""
+    """Return whether the masks of a model's batches number documents, as that of its first batch does or does not."""
     if model not in _numbering:
         _numbering[model] = not bool((mask <= 1).all())
     return _numbering[model]
@@ -197,7 +197,8 @@ _numbering: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictiona
 
 
 def _is_packed(tokens: Tensor, fields: dict[str, Tensor], mask: Tensor | None) -> bool:
-    """Whether a row has tokens of two documents; padding between or around text is none. Waits for the device."""
+    """Return whether a row has tokens of two documents; padding between or around text is none. Waits for the
+    device."""
     positions = fields.get("position_ids")
     if positions is not None and positions.dim() == 2:  # numbers that are skipped begin no document here
         again = torch.zeros_like(positions, dtype=torch.bool)

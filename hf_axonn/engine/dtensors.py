@@ -18,7 +18,7 @@ from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
 
 
 def sharded_dims(placements: Sequence[Placement]) -> tuple[int | None, ...]:
-    """For each axis of the mesh the dim that it shards, None where it replicates."""
+    """Return the dim that each axis of the mesh shards, None where it replicates."""
     return tuple(placement.dim if isinstance(placement, Shard) else None for placement in placements)
 
 
@@ -42,7 +42,7 @@ def shard_of(tensor: Tensor, placements: Sequence[Placement], mesh: GridMesh) ->
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor: of a DTensor what all ranks of its mesh have together, by its gather or reduction."""
+    """Return all of a tensor: of a DTensor what all ranks of its mesh have together, by its gather or reduction."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -62,8 +62,8 @@ def whole_number(number: DTensor) -> Tensor:
     return number.full_tensor()
 
 
-def distributed(parameter: nn.Parameter, placements: Sequence[Placement], mesh: GridMesh) -> nn.Parameter:
-    """A full parameter, the same on all ranks, as a DTensor. No communication."""
+def distribute_parameter(parameter: nn.Parameter, placements: Sequence[Placement], mesh: GridMesh) -> nn.Parameter:
+    """Return a full parameter, the same on all ranks, as a DTensor. No communication."""
     full = parameter.detach().contiguous()
     shard = shard_of(full, placements, mesh)
     if any(isinstance(placement, Shard) for placement in placements):
@@ -78,7 +78,7 @@ def distributed(parameter: nn.Parameter, placements: Sequence[Placement], mesh: 
 
 
 def take_shards(model: nn.Module, state_dict: dict, prefix: str, *_) -> None:
-    """Before `load_state_dict`: replace full tensors by this rank's shards. No communication."""
+    """Replace full tensors by this rank's shards, before `load_state_dict`. No communication."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in state_dict.items():
         own = parameters.get(key.removeprefix(prefix)) if key.startswith(prefix) else None
@@ -115,7 +115,7 @@ def shard_of_parameter(
 
     Args:
         view: how the part is seen; of its own shape if None.
-        finish: makes of the gradient that arrives the one that is handed on, in the shape of the part.
+        finish: makes of the gradient that arrives the one that is returned, in the shape of the part.
     """
     if torch.is_grad_enabled() and parameter.requires_grad:
         return _ToLocal.apply(parameter, view, finish)

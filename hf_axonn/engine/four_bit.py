@@ -32,7 +32,7 @@ from hf_axonn.topology.local_slices import slices_at
 
 @dataclass
 class SecondScales:
-    """What double quantization has for a whole weight; every rank holds all of it.
+    """Numbers of double quantization for a whole weight; every rank holds all of them.
 
     Args:
         scales: float32, one for each `block` blocks of the weight, row after row.
@@ -60,7 +60,8 @@ class SecondScales:
 
 @dataclass
 class FourBit:
-    """How the bytes of one weight [N, K] become numbers. Hangs on its parameter as `parameter.four_bit`.
+    """The format in which the bytes of one weight [N, K] hold its numbers. Hangs on its parameter as
+    `parameter.four_bit`.
 
     Args:
         rows, cols: N and K; K is a multiple of `block`.
@@ -87,10 +88,10 @@ class FourBit:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the bytes."""
+        """Shape of the bytes."""
         return self.rows, self.cols // self.block * self.block_bytes
 
-    def packed(self, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
+    def pack(self, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
         """Codes and scales of `rows` rows of a part of the weight -> its bytes [rows, ...]."""
         blocks = len(scales) // max(rows, 1)
         codes, scales = codes.view(rows, blocks, self.block // 2), scales.view(rows, blocks, 1).view(torch.uint8)
@@ -108,9 +109,9 @@ class FourBit:
             found.second_block = self.second.block
         return found
 
-    def quantized(self, values: Tensor) -> Tensor:
+    def quantize(self, values: Tensor) -> Tensor:
         """A part [n, k] of the weight, whole blocks of each row -> its bytes."""
-        return self.packed(*quantized(values, self.block, self.quant_type), len(values))
+        return self.pack(*quantized(values, self.block, self.quant_type), len(values))
 
     def numbers(self, stored: Tensor, dtype: torch.dtype, first: tuple[int, int] = (0, 0)) -> Tensor:
         """The bytes of a part [n, ...] of the weight -> its numbers [n, k].
@@ -148,7 +149,7 @@ def four_bit_of(parts: Parts, rows: int, cols: int, compute_dtype: torch.dtype |
     """A quantized weight [N, K] as (how its bytes are read, its bytes)."""
     second = None if parts.second is None else SecondScales(*parts.second, block=parts.second_block)
     found = FourBit(rows, cols, parts.block, parts.quant_type, parts.dtype, compute_dtype, second)
-    return found, found.packed(parts.codes, parts.scales, rows)
+    return found, found.pack(parts.codes, parts.scales, rows)
 
 
 def with_shard(weight: Any, shard: Tensor, bits: FourBit) -> Any:
@@ -183,7 +184,7 @@ def with_marks(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def elements_of(parameter: Tensor) -> int:
-    """Numbers of a parameter, of which one of 4 bits, sharded or bitsandbytes' own, stores less than a byte."""
+    """Return how many numbers a parameter has; one of 4 bits, sharded or bitsandbytes' own, stores two in a byte."""
     four_bit, quantized = getattr(parameter, "four_bit", None), getattr(parameter, "quant_state", None)
     if four_bit is None:
         return parameter.numel() if quantized is None else quantized.shape.numel()
@@ -217,10 +218,10 @@ class FourBitWeight(ShardedWeight):
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
         return torch.uint8
 
-    def sent(self, dtype: torch.dtype) -> Tensor:
+    def to_gather(self, dtype: torch.dtype) -> Tensor:
         return self.shard
 
-    def received(self, gathered: Tensor, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
+    def from_gathered(self, gathered: Tensor, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
         return layout.block(self._numbers(gathered.reshape(layout.z * layout.z_rows, -1), dtype))
 
     def block(self, layout: WeightLayout, dtype: torch.dtype) -> Tensor:

@@ -31,7 +31,7 @@ class GatheredBlocks:
 
 
 class GatherCache:
-    """What of one model is kept. A graph holds what its own backward pass needs, this finds it and holds the rest.
+    """Gathered weights of one model. A graph holds what its own backward pass needs; this finds it and holds the rest.
 
     The rest: everything under `keep_everything`; under `through_passes` what is kept; in training what a layer gathers
     without a graph, until backward runs it again (reentrant gradient checkpointing).
@@ -50,12 +50,12 @@ class GatherCache:
         return key in self._alive
 
     def find(self, key: Hashable, version: int) -> GatheredBlocks | None:
-        """What was kept under this key, None if nothing was or the weights have changed."""
+        """Return what was kept under this key; None if nothing was, or the weights have changed."""
         gathered = self._alive.get(key)
         return gathered if gathered is not None and gathered.version == version else None
 
     def add(self, key: Hashable, gathered: GatheredBlocks, *, hold: bool = False) -> None:
-        """Let `gathered` be found for as long as someone holds it; `hold` it here too."""
+        """Let `gathered` be found for as long as anything holds it; `hold` it here too."""
         self._alive[key] = gathered
         if hold or self.everything or self.through:
             self._held[key] = gathered

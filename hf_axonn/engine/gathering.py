@@ -56,22 +56,22 @@ class Gathering:
         return versions_of(self.weights)
 
     def shards(self) -> list[Tensor]:
-        """What this rank sends of each weight, flat."""
+        """Return what this rank sends of each weight, flat."""
         return [
-            layout.padded(weight.sent(self.dtype)).reshape(-1).view(self.travels)
+            layout.pad(weight.to_gather(self.dtype)).reshape(-1).view(self.travels)
             for weight, layout in zip(self.weights, self.layouts, strict=True)
         ]
 
     def blocks(self, gathered: list[Tensor]) -> list[Tensor]:
-        """What has arrived of each weight, [z, elements] -> its [Q, n, P, k]."""
+        """Unpack what has arrived of each weight, [z, elements] -> its [Q, n, P, k]."""
         return [
-            weight.received(_seen_as(weight.travels_as(self.dtype), part), layout, self.dtype)
+            weight.from_gathered(_seen_as(weight.travels_as(self.dtype), part), layout, self.dtype)
             for weight, part, layout in zip(self.weights, gathered, self.layouts, strict=True)
         ]
 
 
 def _seen_as(dtype: torch.dtype, part: Tensor) -> Tensor:
-    """Bytes that have travelled beside those of weights of 4 bits, as what they are."""
+    """View bytes that have travelled beside those of weights of 4 bits in their own dtype."""
     return part if part.dtype == dtype else part.clone(memory_format=torch.contiguous_format).view(dtype)
 
 

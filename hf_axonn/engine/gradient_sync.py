@@ -6,13 +6,13 @@ the world is right (`replicated_local`). Both are averages: doing it twice chang
 
     sync_gradients(model)        after backward: everything at once
     with syncing(model): ...     around the last backward of a step: the average over data of a bucket of gradients is
-                                 launched as soon as all of them are there, while backward goes on (ORS)
+                                 launched as soon as all of them are there, while backward continues (ORS)
 
 Both use the same buckets, so they give the same bits. Buckets depend on nothing but the parameters: a gradient that
 this rank does not have travels as zeros.
 
 A model that Accelerate has prepared does the first by itself at the end of a backward pass without the second, as
-under DistributedDataParallel. Gradients that nobody averaged are refused at a step of an optimizer.
+under DistributedDataParallel. Gradients that have not been averaged are refused at a step of an optimizer.
 """
 
 from __future__ import annotations
@@ -77,6 +77,24 @@ def syncing(*models: nn.Module) -> Iterator[None]:
     PROGRESS.done += bool(averages)
 
 
+@contextlib.contextmanager
+def averaging(*models: nn.Module, last: bool = True) -> Iterator[None]:
+    """Around a backward pass of a trainer: `syncing` for models whose last pass is to be averaged, and no averages of
+    their own (`GradientAveraging`).
+
+    Args:
+        last: it is the last backward pass of a step; before it nothing is averaged.
+    Collectives: as `syncing`.
+    """
+    states = {model: state for model in models if (state := parallel_state(model)) is not None}
+    with contextlib.ExitStack() as stack:
+        for state in states.values():
+            stack.enter_context(state.context.averaging.by_caller())
+        averaged = [model for model, state in states.items() if last and state.context.averaging.averages]
+        stack.enter_context(syncing(*averaged))
+        yield
+
+
 # Models through which a backward pass has gone since their gradients were averaged.
 _unaveraged: weakref.WeakKeyDictionary[ParallelState, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
@@ -95,24 +113,22 @@ def watch_backward(model: nn.Module, state: ParallelState, output: object) -> No
 
 def _backward_begins(model: nn.Module, state: ParallelState, grad: Tensor) -> Tensor | None:
     _unaveraged[state] = weakref.ref(model)
-    context = state.context
-    if context.averages_itself and context.averages and not context.will_average:
-        context.will_average = True
+    if state.context.averaging.backward_begins():
         at_end_of_backward(partial(_average_at_end, model, state))
     # A loss to which a term of the parameters was added is a DTensor.
     return grad.full_tensor() if isinstance(grad, DTensor) else None
 
 
 def _average_at_end(model: nn.Module, state: ParallelState) -> None:
-    state.context.will_average = False
+    state.context.averaging.finish()
     sync_gradients(model)
 
 
 def _refuse_unaveraged(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Before a step of any optimizer. No communication.
+    """Refuse a step of an optimizer with gradients that have not been averaged. No communication.
 
     Raises:
-        RuntimeError: it would use gradients of this rank alone, and copies of a parameter would differ from then on.
+        RuntimeError: it would use gradients of this rank alone, and copies of a parameter would differ afterwards.
     """
     if not _unaveraged:
         return
@@ -154,9 +170,9 @@ class _Bucket:
     def launch(self) -> None:
         """Begin the average. One all-reduce over the group, or one for each gradient where copies are dear."""
         flat = [self._flat(parameter) for parameter in self.parameters]
-        unfused = all(send_unfused(each, self.group) for each in flat)
-        parts = [[each] for each in flat] if unfused else [flat]
-        self.sizes = [[each.numel() for each in part] for part in parts]
+        unfused = all(send_unfused(grad, self.group) for grad in flat)
+        parts = [[grad] for grad in flat] if unfused else [flat]
+        self.sizes = [[grad.numel() for grad in part] for part in parts]
         messages = [torch.cat(part) if len(part) > 1 else part[0] for part in parts]
         self.pending = together([start_all_reduce(message, self.group, op="mean") for message in messages])
 
@@ -182,7 +198,7 @@ class _Bucket:
 
 
 def _runs_of_false(flags: list[bool]) -> list[tuple[int, int]]:
-    """Where runs of False begin and end."""
+    """Return the begin and the end of each run of False."""
     runs, start = [], 0
     for value, group in itertools.groupby(flags):
         stop = start + len(list(group))
@@ -243,14 +259,14 @@ class _Average:
             for parameter in bucket.parameters:
                 # A launched average must not be under way while its gradient is added to.
                 hooks.append(parameter.register_hook(lambda _, bucket=bucket: bucket.finish()))
-                hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
+                hooks.append(parameter.register_post_accumulate_grad_hook(self._note_gradient))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _arrived(self, parameter: nn.Parameter) -> None:
+    def _note_gradient(self, parameter: nn.Parameter) -> None:
         self._passes.add(backward_pass())
         bucket = self._of[id(parameter)]
         if id(parameter) not in bucket.awaited:
@@ -287,10 +303,10 @@ class _Average:
         flags = [parameter.grad is not None for parameter in self.trained]
         flags += [bucket in self._stale for bucket in self.over_data]
         # Filled on the device, in runs of equal flags: a list that is copied there makes the host wait.
-        told = torch.ones(len(flags), dtype=torch.int32, device=self.state.mesh.device)
+        message = torch.ones(len(flags), dtype=torch.int32, device=self.state.mesh.device)
         for start, stop in _runs_of_false(flags):
-            told[start:stop].zero_()
-        return start_all_reduce(told, self.state.mesh.group(*STAGE), op="max")
+            message[start:stop].zero_()
+        return start_all_reduce(message, self.state.mesh.group(*STAGE), op="max")
 
     def _end_agreement(self, agreement: Pending) -> None:
         """Wait for the answer only where it can change something here.

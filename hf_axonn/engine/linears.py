@@ -1,4 +1,4 @@
-"""What counts as a Linear: torch's, GPT-2's Conv1D, and those of Transformers that are one."""
+"""Linears: torch's, GPT-2's Conv1D, and classes of Transformers that are one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PLAIN_LINEARS = ("FalconLinear",)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is Transformers' Conv1D: a Linear that stores its weight as [K, N]."""
+    """Return whether a module is Transformers' Conv1D: a Linear that stores its weight as [K, N]."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a Linear that can be sharded: nn.Linear itself, Conv1D, one of 4 bits, or a subclass that is
-    known to add nothing. Others may do anything."""
+    """Return whether a module is a Linear that can be sharded: nn.Linear itself, Conv1D, one of 4 bits, or a subclass
+    that is known to add nothing. Others may do anything."""
     plain = type(module) is nn.Linear or type(module).__name__ in PLAIN_LINEARS
     return plain or is_conv1d(module) or is_four_bit(module)
 

@@ -19,7 +19,7 @@ from hf_axonn.distributed.collectives import reduce_
 
 
 def check_gradients_together() -> None:
-    """From now on a GradScaler's `unscale_` of gradients on a grid has the same answer on all ranks.
+    """Give a GradScaler's `unscale_` of gradients on a grid the same answer on all ranks from now on.
 
     Every rank must unscale the same optimizers in the same order, with the gradients that `sync_gradients` leaves. The
     host does not wait. Collectives then: an all-reduce over the world of one number for each dtype of gradients.

@@ -32,7 +32,7 @@ MIXED = ("bf16", "fp16")  # of accelerate's mixed_precision
 
 
 def leave_dtype_open(model: nn.Module) -> None:
-    """Mark a model whose dtype nobody has asked for: `make_masters` may change it. No communication."""
+    """Mark a model whose dtype the user has not chosen: `make_masters` may change it. No communication."""
     for parameter in model.parameters():
         if parameter.dtype in HALVES:
             parameter.dtype_is_open = True  # type: ignore[attr-defined]  # beside the values, as `sharded_as` is
@@ -65,8 +65,8 @@ def make_masters(parameters: Iterable[torch.Tensor], *, mixed_precision: str) ->
 
 
 def _look(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Before the first step of an optimizer: what a loop of the user's own, which nobody prepared, trains in half
-    precision of the models that were loaded or sharded here."""
+    """Look, before the first step of an optimizer, for what a loop of the user's own trains in half precision without
+    `prepare`, of the models that were loaded or sharded here."""
     if optimizer not in _looked_at:
         _looked_at.add(optimizer)
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -143,7 +143,7 @@ class Product:
         dtype = self.state.compute_dtype(input_, self.weights)
         input_ = input_.to(dtype)
         entry = None if over is None else GatheredInput(input_, over, tokens, overlap=self.state.overlap_all_reduce)
-        gathered = self.gathered(dtype)
+        gathered = self.gather_blocks(dtype)
         if self.keeps:
             cache, key, with_graph = self.state.context.gather_cache, self._key(dtype), torch.is_grad_enabled()
             # Without a graph in a pass that wants gradients: a checkpointed layer, which runs again in backward. What
@@ -162,7 +162,7 @@ class Product:
         return outputs if tokens is None else [full, *outputs]
 
     def _leaves(self) -> Sequence[Tensor]:
-        """Where gradients of the weights go: without z to the parameters themselves; none if nothing is trained."""
+        """Return the tensors that get the gradients: without z the parameters; none if nothing is trained."""
         if self.state.mesh.size("z") > 1:
             leaves = self.shards()
         else:
@@ -177,7 +177,7 @@ class Product:
         return input_ if layout.in_blocks > 1 else input_.reshape(1, -1, layout.in_size)
 
     def multiply(self, blocks: Tensor, weights: list[Tensor], shape: torch.Size) -> list[Tensor]:
-        """What `run` returns for an input of this shape, whose `blocks_of` these are. No communication."""
+        """Return what `run` does for an input of this shape, whose `blocks_of` these are. No communication."""
         outputs = multiply(blocks, weights, self.state.matmul)
         if self.layouts[0].out_blocks > 1:
             return outputs
@@ -188,40 +188,40 @@ class Product:
 
     @property
     def keeps(self) -> bool:
-        """Whether what is gathered now is kept from forward to backward."""
+        """Return whether what is gathered now is kept from forward to backward."""
         if self.state.mesh.size("z") == 1:
             return False
         return self._runs_again or all(weight.keep_gathered for weight in self.weights)
 
     @property
     def _runs_again(self) -> bool:
-        """Whether this is a checkpointed layer that runs again, and such layers keep what they gather."""
+        """Return whether this is a checkpointed layer that runs again, and such layers keep what they gather."""
         return self.state.keeps_recomputed and in_backward()
 
     def let_go(self, dtype: torch.dtype) -> None:
-        """Backward has used what a layer that ran again has kept."""
+        """Release what a layer that ran again has kept, when backward has used it."""
         if self.state.keeps_recomputed:
             self.state.context.gather_cache.release(self._key(dtype))
 
     def gather(self, dtype: torch.dtype) -> list[Tensor]:
         """One [Q, n, P, k] for each weight, in `dtype`. One all-gather over z for all of them, if none is kept."""
-        return self.gathered(dtype).blocks
+        return self.gather_blocks(dtype).blocks
 
-    def gathered(self, dtype: torch.dtype) -> GatheredBlocks:
-        """As `gather`, with the version of the weights; without gradients, where nobody compares it, perhaps 0."""
+    def gather_blocks(self, dtype: torch.dtype) -> GatheredBlocks:
+        """Same as `gather`, with the version of the weights; perhaps 0 without gradients, where it is not compared."""
         mesh, context = self.state.mesh, self.state.context
         if mesh.size("z") == 1:
             version = self.version if torch.is_grad_enabled() else 0
             blocks = [weight.block(layout, dtype) for weight, layout in zip(self.weights, self.layouts, strict=True)]
             return GatheredBlocks(blocks, version)
         key, version = self._key(dtype), self.version
-        found = context.gather_cache.find(key, version)
-        if found is None:
+        kept = context.gather_cache.find(key, version)
+        if kept is None:
             gathering = Gathering(self.weights, self.layouts, dtype)
-            found = GatheredBlocks(context.gather_ahead.take(key, gathering, version), version)
+            kept = GatheredBlocks(context.gather_ahead.take(key, gathering, version), version)
             if context.gather_cache.everything or (context.gather_cache.through and self.keeps):
-                context.gather_cache.add(key, found)
-        return found
+                context.gather_cache.add(key, kept)
+        return kept
 
     def _key(self, dtype: torch.dtype) -> tuple:
         return tuple(id(weight) for weight in self.weights), dtype
@@ -232,7 +232,7 @@ class Product:
         return versions_of(self.weights)
 
     def check_unchanged(self, version: int) -> None:
-        """For backward, which gathers the weights once more.
+        """Check that backward, which gathers the weights once more, finds those of the forward pass.
 
         Raises:
             RuntimeError: they are no longer those of the forward pass that had this version.
@@ -241,8 +241,8 @@ class Product:
             return
         shapes = " and ".join(str(list(weight.parameter.shape)) for weight in self.weights)
         raise RuntimeError(
-            f"weights of shape {shapes} that backward needs have been modified since the forward pass, by a step "
-            "step or in place: run backward first, or the forward pass again."
+            f"weights of shape {shapes} that backward needs have been modified since the forward pass, by a "
+            "step of an optimizer or in place: run backward first, or the forward pass again."
         )
 
 
@@ -255,7 +255,7 @@ def gradient_dtype(state: ParallelState, weight: ShardedWeight, factors: torch.d
 def gradients_of_shards(
     state: ParallelState, weights: list[ShardedWeight], layouts: list[WeightLayout], grads: list[Tensor]
 ) -> list[Tensor]:
-    """Gradients [Q, n, P, k] of this rank's samples -> what a node hands to autograd for the shards.
+    """Gradients [Q, n, P, k] of this rank's samples -> what a node returns to autograd for the shards.
 
     Launches the reduction over z, promises each result to the slot of its weight (ORS) and returns placeholders. Where
     z is 1 there is nothing to wait for.
@@ -281,12 +281,12 @@ def finish_reduction(pending: Pending, index: int, layout: WeightLayout, dtype: 
 
 def own_gradient(layout: WeightLayout, flat: Tensor, dtype: torch.dtype) -> Tensor:
     """This rank's gradient of one weight, averaged over z, out of what its shard received: a sum over z."""
-    mine = layout.own(flat)
+    own = layout.own(flat)
     if layout.z > 1:
-        mine = mine / layout.z
+        own = own / layout.z
     elif layout.pads:
-        mine = mine.clone()  # or the padding would live as long as the parameter's `.grad`
-    return mine.to(dtype)
+        own = own.clone()  # or the padding would live as long as the parameter's `.grad`
+    return own.to(dtype)
 
 
 class _Multiply(torch.autograd.Function):
@@ -314,68 +314,84 @@ class _Multiply(torch.autograd.Function):
         return tuple(outputs) if entry is None or entry.tokens is None else (full, *outputs)
 
     @staticmethod
-    def backward(ctx, *every):
+    def backward(ctx, *grad_outputs):
         (input_,) = ctx.saved_tensors
-        grads = list(every)
-        product, entry, needs_input = ctx.product, ctx.entry, ctx.needs_input_grad[0]
-        dinput = pending = None
+        needs_input, entry = ctx.needs_input_grad[0], ctx.entry
+        grads, grad_full = list(grad_outputs), None
         if entry is not None and entry.tokens is not None:
-            dinput, *grads = grads  # of what else uses the input
-        chosen = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
+            grad_full, *grads = grads
         if all(grad is None for grad in grads):
-            chosen = []
+            grads = []
         else:
-            grads = _by_weight(grads, ctx.output_shapes, product.layouts, input_)
-            if needs_input:
-                product.check_unchanged(ctx.version)
-                gathered, ctx.gathered = ctx.gathered or product.gathered(input_.dtype), None
-                other, dinput = dinput, input_gradient(grads, gathered.blocks, product.state.matmul)
-                if other is not None:
-                    dinput += other.reshape(dinput.shape)
-        product.let_go(input_.dtype)
-        if needs_input and dinput is None:  # nothing has come: other ranks reduce all the same
-            dinput = input_.new_zeros(ctx.blocks_shape)
-        if needs_input and entry is not None:
-            pending = entry.start_reduction(dinput)
-        of_leaves: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
-        deferred = product.state.context.deferred
-        if chosen and deferred is not None:
-            deferred.append(partial(_weight_gradients, product, chosen, grads, input_))
-        elif chosen:
-            for i, grad in zip(chosen, _weight_gradients(product, chosen, grads, input_), strict=True):
-                of_leaves[i] = grad
+            grads = _by_weight(grads, ctx.output_shapes, ctx.product.layouts, input_)
+        grad_input = _grad_input(ctx, grads, grad_full, input_) if needs_input else None
+        ctx.product.let_go(input_.dtype)
+        pending = entry.start_reduction(grad_input) if needs_input and entry is not None else None
+        grad_leaves = _grad_leaves(ctx, grads, input_)
         if pending is not None:
-            dinput = pending.wait()
-        return dinput.view(ctx.input_shape) if needs_input else None, None, None, None, *of_leaves
+            grad_input = pending.wait()
+        return grad_input.view(ctx.input_shape) if needs_input else None, None, None, None, *grad_leaves
+
+
+def _grad_input(ctx, grads: list[Tensor], grad_full: Tensor | None, input_: Tensor) -> Tensor:
+    """dI of the product, and what the gathered input has from other uses (`grad_full`). Gathers the weights again.
+
+    Zeros if nothing has come: other ranks reduce all the same.
+    """
+    if not grads:
+        return input_.new_zeros(ctx.blocks_shape) if grad_full is None else grad_full
+    product = ctx.product
+    product.check_unchanged(ctx.version)
+    gathered, ctx.gathered = ctx.gathered or product.gather_blocks(input_.dtype), None
+    grad_input = input_gradient(grads, gathered.blocks, product.state.matmul)
+    if grad_full is not None:
+        grad_input += grad_full.reshape(grad_input.shape)
+    return grad_input
+
+
+def _grad_leaves(ctx, grads: list[Tensor], input_: Tensor) -> list[Tensor | None]:
+    """dW of each leaf that is trained, or None for all if the pass leaves them for later (`PassContext.deferred`)."""
+    needed = ctx.needs_input_grad[4:]
+    result: list[Tensor | None] = [None] * len(needed)
+    trained = [i for i, trains in enumerate(needed) if trains]
+    if not grads or not trained:
+        return result
+    deferred = ctx.product.state.context.deferred
+    if deferred is not None:
+        deferred.append(partial(_weight_gradients, ctx.product, trained, grads, input_))
+        return result
+    for i, grad in zip(trained, _weight_gradients(ctx.product, trained, grads, input_), strict=True):
+        result[i] = grad
+    return result
 
 
 def _by_weight(
     grads: Sequence[Tensor | None], shapes: list[torch.Size], layouts: list[WeightLayout], like: Tensor
 ) -> list[Tensor]:
     """The gradients of a product's outputs -> one for each weight, as `input_gradient` takes them; zeros for None."""
-    every = [like.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
+    full = [like.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
     if layouts[0].is_matrix:
-        return [grad.reshape(-1, grad.shape[-1]) for grad in every]
+        return [grad.reshape(-1, grad.shape[-1]) for grad in full]
     if layouts[0].out_blocks == 1:
-        return [grad.reshape(1, -1, grad.shape[-1]) for grad in every]
-    if len(every) < len(layouts):  # one merged output; its parts are views
-        return list(every[0].split([layout.out_size for layout in layouts], dim=2))
-    return every
+        return [grad.reshape(1, -1, grad.shape[-1]) for grad in full]
+    if len(full) < len(layouts):  # one merged output; its parts are views
+        return list(full[0].split([layout.out_size for layout in layouts], dim=2))
+    return full
 
 
-def _weight_gradients(product: Product, chosen: list[int], grads: list[Tensor], input_: Tensor) -> list[Tensor]:
-    """dW of these weights of a product, as its node hands them on. Begins a reduce-scatter over z."""
+def _weight_gradients(product: Product, trained: list[int], grads: list[Tensor], input_: Tensor) -> list[Tensor]:
+    """dW of these weights of a product, as its node returns them. Begins a reduce-scatter over z."""
     state = product.state
     state.context.reductions.make_room()
-    weights, layouts = [product.weights[i] for i in chosen], [product.layouts[i] for i in chosen]
-    every = [
+    weights, layouts = [product.weights[i] for i in trained], [product.layouts[i] for i in trained]
+    weight_grads = [
         weight_gradient(grads[i], input_, state.matmul, gradient_dtype(state, weight, input_.dtype))
-        for i, weight in zip(chosen, weights, strict=True)
+        for i, weight in zip(trained, weights, strict=True)
     ]
-    found = gradients_of_shards(state, weights, layouts, every)
+    shard_grads = gradients_of_shards(state, weights, layouts, weight_grads)
     if state.mesh.size("z") > 1:
-        return found
-    return [weight.as_parameter(grad) for weight, grad in zip(weights, found, strict=True)]
+        return shard_grads
+    return [weight.as_parameter(grad) for weight, grad in zip(weights, shard_grads, strict=True)]
 
 
 @torch.no_grad()
@@ -387,14 +403,14 @@ def finish_deferred(state: ParallelState, deferred: Sequence[Callable[[], list[T
     """
     products = [(work.args[0], work.args[1], work()) for work in deferred]
     added = set()
-    for product, chosen, found in products:
-        for i, grad in zip(chosen, found, strict=True):
+    for product, trained, grads in products:
+        for i, grad in zip(trained, grads, strict=True):
             weight = product.weights[i]
             if state.mesh.size("z") > 1:  # its slot has the sum of what all products have left there
                 if weight in added:
                     continue
                 added.add(weight)
-                grad = weight.as_parameter(weight.slot.finished(grad))
+                grad = weight.as_parameter(weight.slot.take_or(grad))
             weight.add_gradient(grad)
 
 

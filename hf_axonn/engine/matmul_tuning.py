@@ -68,8 +68,11 @@ def plain(which: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = F
 
 
 class Key(NamedTuple):
-    """What a choice is made for. `m`, `n`, `k` with the number of tokens rounded up to a power of two; `dtype` is that
-    of the operands, and where the result has another, as `bfloat16 to float32`."""
+    """The products that share a choice.
+
+    `m`, `n`, `k` with the number of tokens rounded up to a power of two; `dtype` is that of the operands, and where
+    the result has another, as `bfloat16 to float32`.
+    """
 
     which: str
     m: int
@@ -81,7 +84,7 @@ class Key(NamedTuple):
     accumulate: bool
 
     @classmethod
-    def of(cls, which: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> Key:
+    def from_operands(cls, which: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> Key:
         """The key of a product [M, K] @ [K, N]; tokens are M, in dW they are K."""
         (m, k), n = a.shape, b.shape[1]
         if which == "dweight":
@@ -92,9 +95,9 @@ class Key(NamedTuple):
         return cls(which, m, n, k, order_of(a) + order_of(b), dtype, a.device.type, accumulate)
 
     def layouts(self) -> list[str]:
-        """What to time, as it is first.
+        """Return what to time, as it is first.
 
-        A sum that goes on in `out` is not swapped: in a small dtype its parts would be rounded once more.
+        A sum that continues in `out` is not swapped: in a small dtype its parts would be rounded once more.
         """
         return [
             layout
@@ -126,12 +129,12 @@ class MatmulTuner:
     def __call__(self, which: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
         layout = AS_IS
         if out.numel() and a.numel() and (self._faster or self.steps < STEPS):  # else it never pays, not even to look
-            key = Key.of(which, out, a, b, accumulate=accumulate)
+            key = Key.from_operands(which, out, a, b, accumulate=accumulate)
             layout = self._faster.get(key, AS_IS)
             if self.steps < STEPS:
                 self.counts[key] += 1
                 if key not in self.choices and key not in self._samples:
-                    self._samples[key] = Sample.of(out, a, b)
+                    self._samples[key] = Sample.take(out, a, b)
         multiply_as(layout, out, a, b, accumulate=accumulate)
 
     def tune(self, device: torch.device) -> None:
@@ -237,7 +240,7 @@ def multiply_as(layout: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: b
     Autocast changes none of these calls, as all of them write to a tensor that is there.
     """
     if layout != AS_IS:
-        a, b = _ordered(a, layout[0]), _ordered(b, layout[1])
+        a, b = _put_in_order(a, layout[0]), _put_in_order(b, layout[1])
         if layout.endswith("swapped"):
             product = out.new_empty(out.shape[::-1])
             _write_product(product, b.t(), a.t())
@@ -262,7 +265,7 @@ def order_of(matrix: Tensor) -> str:
     return "N" if matrix.stride(1) == 1 else "T" if matrix.stride(0) == 1 else "S"
 
 
-def _ordered(matrix: Tensor, order: str) -> Tensor:
+def _put_in_order(matrix: Tensor, order: str) -> Tensor:
     if order_of(matrix) == order:
         return matrix
     return matrix.contiguous() if order == "N" else matrix.t().contiguous().t()
@@ -278,7 +281,7 @@ class Sample:
     device: torch.device
 
     @classmethod
-    def of(cls, out: Tensor, a: Tensor, b: Tensor) -> Sample:
+    def take(cls, out: Tensor, a: Tensor, b: Tensor) -> Sample:
         tensors = (out, a, b)
         return cls(
             tuple(each.shape for each in tensors),
@@ -306,9 +309,9 @@ def fastest(trials: Trials) -> str:
 
 
 def _drops_out(trials: Trials, layout: str, rounds: int) -> bool:
-    """Whether a layout lost more than a tenth of the rounds: other work on the machine must not choose."""
+    """Return whether a layout lost more than a tenth of the rounds: other work on the machine must not choose."""
     pairs = zip(trials[layout], trials[AS_IS], strict=False)
-    return sum(mine >= MARGIN * as_is for mine, as_is in pairs) > rounds // 10
+    return sum(own >= MARGIN * as_is for own, as_is in pairs) > rounds // 10
 
 
 def measure(sample: Sample, layouts: list[str], *, accumulate: bool) -> Trials:
@@ -337,7 +340,7 @@ def measure(sample: Sample, layouts: list[str], *, accumulate: bool) -> Trials:
 
 
 def cpu_seconds(work: Callable[[], None]) -> float:
-    """What `work` takes on the CPU. With one thread it is that thread's own time: ranks may share the cores."""
+    """Return the seconds that `work` takes on the CPU; with one thread those of the thread: ranks may share cores."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     begin = clock()
     work()
@@ -345,7 +348,7 @@ def cpu_seconds(work: Callable[[], None]) -> float:
 
 
 def gpu_seconds(work: Callable[[], None]) -> float:
-    """What `work` takes on the GPU. Waits for it."""
+    """Return the seconds that `work` takes on the GPU. Waits for it."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     work()

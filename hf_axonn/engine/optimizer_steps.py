@@ -32,7 +32,7 @@ def step_on_shards() -> None:
 
 @contextlib.contextmanager
 def shards_of(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, an optimizer has the shards of its DTensors for parameters, gradients and state; afterwards DTensors,
+    """Give an optimizer the shards of its DTensors for parameters, gradients and state inside; afterwards DTensors,
     also of state that is new. Parameters without a gradient stay what they are. Nothing is copied."""
     shards = _shards(optimizer)
     if not shards:

@@ -27,22 +27,17 @@ from hf_axonn.engine.activation_layouts import Tokens, pad_dim
 from hf_axonn.engine.gathering import Gathering
 
 
-def placeholder(like: Tensor) -> Tensor:
-    """A gradient of the right shape that holds no memory, for the node that will replace it."""
-    return like.new_zeros(()).expand(like.shape)
-
-
 class _Order:
-    """In which order weights were gathered in the pass before, and how far this one has come."""
+    """The order in which weights were gathered in the pass before, and how far this one has come."""
 
     def __init__(self, learned: Sequence[Hashable] = ()) -> None:
         self.learned = learned
         self.seen: list[Hashable] = []
-        self.begun = 0  # of `learned`, so many have been used or begun
+        self.begun = 0  # how many of `learned` have been used or begun
         self.bundle = 0  # where in `learned` the last bundle begins
 
-    def passed(self, key: Hashable) -> bool:
-        """Note that this pass has come to `key`; whether it does as the one before."""
+    def advance(self, key: Hashable) -> bool:
+        """Note that this pass has come to `key`; return whether the one before did so here."""
         self.seen.append(key)
         here = len(self.seen)
         self.begun = max(self.begun, here)
@@ -70,14 +65,14 @@ class GatherAhead:
         needless: Callable[[Hashable], bool] = lambda key: False,
     ) -> None:
         self.enabled = enabled
-        self.bundles_of(1, lambda gathering: 1)
+        self.set_bundle_size(1, lambda gathering: 1)
         self._start = start
         self._needless = needless
         self._orders = {False: _Order(), True: _Order()}
         self._known: dict[Hashable, Gathering] = {}
         self._ahead: dict[Hashable, tuple[Pending, int]] = {}
 
-    def bundles_of(self, size: int, measure: Callable[[Gathering], int]) -> None:
+    def set_bundle_size(self, size: int, measure: Callable[[Gathering], int]) -> None:
         """Let a bundle end where its gathers, by this measure, add up to `size`. Ranks have to measure alike."""
         self._size, self._measure = size, measure
 
@@ -90,7 +85,7 @@ class GatherAhead:
             self._orders[phase] = _Order(order.seen or order.learned)
 
     def take(self, key: Hashable, gathering: Gathering, version: int) -> Any:
-        """The gathered weights of `key`; begins those that come next, when these have arrived and been unpacked.
+        """Return the gathered weights of `key`; begin those that come next, when these have arrived and been unpacked.
 
         Args:
             key: the same whenever these weights are gathered.
@@ -108,7 +103,7 @@ class GatherAhead:
         if self.enabled:
             self._known[key] = gathering
             order = self._orders[in_backward()]
-            if order.passed(key) and len(order.seen) > order.bundle:
+            if order.advance(key) and len(order.seen) > order.bundle:
                 self._begin(order, self._measure(gathering) if alone else 0)
         return arrived
 
@@ -165,7 +160,7 @@ class Deliverable(Protocol):
 
 
 class GradientSchedule:
-    """When the nodes are made at which backward waits for finished weight gradients and hands them to autograd.
+    """Makes the nodes at which backward waits for finished weight gradients and hands them to autograd.
 
     Autograd reaches a node the later, the earlier it was made. If all were made when the forward pass begins, every
     gradient would be delivered at the very end of backward. Here the node of a group is made when the group
@@ -206,32 +201,6 @@ class GradientSchedule:
         for group in groups:
             for weight in group:
                 weight.make_node()
-
-
-class GradientSlot:
-    """Where the finished gradients of one weight shard wait for the node that hands them to autograd."""
-
-    def __init__(self) -> None:
-        self._parts: list[Callable[[], Tensor]] = []
-
-    def add(self, part: Callable[[], Tensor]) -> None:
-        self._parts.append(part)
-
-    def clear(self) -> None:
-        self._parts = []
-
-    def take(self) -> Tensor | None:
-        """The sum of all that was left here, None if nothing was. Waits."""
-        total = None
-        for part in self._parts:
-            total = part() if total is None else total + part()
-        self._parts = []
-        return total
-
-    def finished(self, grad: Tensor) -> Tensor:
-        """What was left here in place of `grad`, a placeholder; `grad` itself if nothing was. Waits."""
-        arrived = self.take()
-        return grad if arrived is None else arrived
 
 
 class GatheredInput:

@@ -1,32 +1,23 @@
-"""How many parameters a model has: the whole of it, as on one process, whatever this rank holds.
+"""Numbers of parameters: of the whole model, as on one process, whatever this rank holds.
 
 A DTensor counts its global numbers. What it does not know: a weight of 4 bits is a matrix of bytes, and over pipe a
 rank has the parameters of its own stages only. Callbacks ask on rank 0 alone, so what other stages have is noted where
-all ranks are (`Pipeline.know_parameters`), and nothing here communicates.
+all ranks are (`Pipeline.update_counts`), and nothing here communicates.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 from torch import nn
 
 from hf_axonn.engine.four_bit import elements_of
+from hf_axonn.engine.stage_tensors import Counted
 from hf_axonn.engine.state import ParallelState, is_parallelized
 
 
-class Counted(NamedTuple):
-    """A parameter or buffer: numbers, bytes, and whether it is trained, an embedding's weight, or a buffer."""
-
-    elements: int
-    nbytes: int
-    trains: bool
-    embeds: bool
-    is_buffer: bool
-
-
 def own_counts(model: nn.Module) -> dict[str, Counted]:
-    """By name what this rank has of a model."""
+    """Return what this rank has of a model, by name."""
     # A stand-in (parallel/pipeline/stand_ins.py) has a weight only where the head shares it with the embedding.
     embeddings = {
         f"{name}.weight"
@@ -44,14 +35,14 @@ def own_counts(model: nn.Module) -> dict[str, Counted]:
 
 
 def whole_counts(model: nn.Module) -> list[Counted]:
-    """What a model has on all stages; of one that is not over a grid, or holds one that is, as well."""
+    """Return what a model has on all stages; also of one that is not over a grid, or holds one that is."""
     # A PeftModel has the attributes of what it holds.
     states = dict.fromkeys(cast(ParallelState, each.axonn) for each in model.modules() if is_parallelized(each))
     return [*own_counts(model).values(), *(each for state in states for each in state.elsewhere.values())]
 
 
 def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """As the method of Transformers' models: of the whole model. No communication."""
+    """Same as the method of Transformers' models, for the whole model. No communication."""
     return sum(
         each.elements
         for each in whole_counts(model)
@@ -60,6 +51,6 @@ def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embed
 
 
 def get_memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
-    """As the method of Transformers' models: bytes of the whole model, of which a rank has a part. No
+    """Same as the method of Transformers' models: bytes of the whole model, of which a rank has a part. No
     communication."""
     return sum(each.nbytes for each in whole_counts(model) if return_buffers or not each.is_buffer)

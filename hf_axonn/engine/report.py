@@ -1,4 +1,4 @@
-"""What `parallelize` did, module by module, and why it left alone what it left alone."""
+"""The report of `parallelize`: what it did, module by module, and why it left others as they were."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ autograd saved of a parameter is then refused after the step, as that of a plain
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -16,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_axonn.compat.torch import like_dtensor, placement_of, shard_has_changed, shard_in, version_of
 from hf_axonn.engine.dtensors import shard_of_parameter
-from hf_axonn.engine.overlap import GradientSlot, placeholder
 from hf_axonn.engine.weight_layout import WeightLayout
 
 
@@ -36,9 +36,40 @@ def _as_stored(grad: Tensor, shape: torch.Size, transposed: bool) -> Tensor:
     return grad if grad.shape == shape else grad.view(shape)
 
 
-def _finished(slot: GradientSlot, shape: torch.Size, transposed: bool, grad: Tensor) -> Tensor:
-    """What later nodes have left in the slot in place of `grad`, a placeholder, as the shard is stored."""
-    return _as_stored(slot.finished(grad), shape, transposed)
+def _take_finished(slot: GradientSlot, shape: torch.Size, transposed: bool, grad: Tensor) -> Tensor:
+    """Return what later nodes have left in the slot in place of `grad`, a placeholder, as the shard is stored."""
+    return _as_stored(slot.take_or(grad), shape, transposed)
+
+
+class GradientSlot:
+    """Finished gradients of one weight shard, which wait for the node that hands them to autograd."""
+
+    def __init__(self) -> None:
+        self._parts: list[Callable[[], Tensor]] = []
+
+    def add(self, part: Callable[[], Tensor]) -> None:
+        self._parts.append(part)
+
+    def clear(self) -> None:
+        self._parts = []
+
+    def take(self) -> Tensor | None:
+        """Return the sum of all that was left here, None if nothing was. Waits."""
+        total = None
+        for part in self._parts:
+            total = part() if total is None else total + part()
+        self._parts = []
+        return total
+
+    def take_or(self, grad: Tensor) -> Tensor:
+        """Return what was left here in place of `grad`, a placeholder; `grad` itself if nothing was. Waits."""
+        arrived = self.take()
+        return grad if arrived is None else arrived
+
+
+def placeholder(like: Tensor) -> Tensor:
+    """A gradient of the right shape that holds no memory, for the node that will replace it."""
+    return like.new_zeros(()).expand(like.shape)
 
 
 class ShardedWeight:
@@ -91,12 +122,12 @@ class ShardedWeight:
         """The dtype of what is gathered over z for products in `dtype`."""
         return dtype
 
-    def sent(self, dtype: torch.dtype) -> Tensor:
-        """What this rank sends of its shard, as `travels_as`."""
+    def to_gather(self, dtype: torch.dtype) -> Tensor:
+        """Return what this rank sends of its shard, as `travels_as`."""
         return self.shard.to(dtype)
 
-    def received(self, gathered: Tensor, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
-        """What all ranks of z have sent, [z, elements] -> the [Q, n, P, k] of the product."""
+    def from_gathered(self, gathered: Tensor, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
+        """Unpack what all ranks of z have sent, [z, elements] -> the [Q, n, P, k] of the product."""
         return layout.block(gathered)
 
     def block(self, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
@@ -123,7 +154,7 @@ class ShardedWeight:
             shard_in(cast(DTensor, parameter.grad)).add_(shard_in(cast(DTensor, grad)))
 
     def placeholder(self) -> Tensor:
-        """A gradient of the shard that holds no memory, see overlap.py."""
+        """A gradient of the shard that holds no memory."""
         local = shard_in(cast(DTensor, self.parameter))
         if self._placeholder is None or self._placeholder[0] is not local:
             self._placeholder = (local, placeholder(self.shard))
@@ -143,7 +174,7 @@ class ShardedWeight:
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             return self.shard
         # Without `self`: what a graph holds must not hold the graph.
-        finish = partial(_finished, self.slot, shard_in(cast(DTensor, parameter)).shape, self._transposed)
+        finish = partial(_take_finished, self.slot, shard_in(cast(DTensor, parameter)).shape, self._transposed)
         return shard_of_parameter(parameter, self._view, finish)
 
     def begin_forward(self) -> None:

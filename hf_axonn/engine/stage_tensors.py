@@ -1,10 +1,10 @@
-"""Tensors of all stages of a pipeline, each all of it, on rank 0: for files in the ordinary formats."""
+"""Tensors of all stages of a pipeline: what others have, and all of each on rank 0 for files in ordinary formats."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,16 @@ from hf_axonn.distributed.collectives import receive_, send_
 from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import whole
+
+
+class Counted(NamedTuple):
+    """A parameter or buffer: numbers, bytes, and whether it is trained, an embedding's weight, or a buffer."""
+
+    elements: int
+    nbytes: int
+    trains: bool
+    embeds: bool
+    is_buffer: bool
 
 
 @dataclass(frozen=True)
@@ -29,11 +39,11 @@ class Staged:
 
 
 def over_stages(value: Any, mesh: GridMesh) -> list[Any]:
-    """What the rank of each place on pipe has as `value`, which is JSON, in order. `gather_texts` over pipe."""
+    """Return the `value`, which is JSON, of each place on pipe, in order. `gather_texts` over pipe."""
     return [value] if mesh.size("pipe") == 1 else gather_json(value, mesh.device, mesh.group("pipe"))
 
 
-def of_all_stages(tensors: Mapping[str, Tensor], mesh: GridMesh) -> dict[str, Staged]:
+def outline_all_stages(tensors: Mapping[str, Tensor], mesh: GridMesh) -> dict[str, Staged]:
     """The tensors of all stages by name, in order, the same on all ranks; without pipe those that are given.
 
     Collectives: with pipe `gather_texts` over it.
@@ -65,10 +75,10 @@ def whole_at_first(name: str, tensors: Mapping[str, Tensor], staged: Staged, mes
 def whole_of_all_stages(tensors: Mapping[str, Tensor], mesh: GridMesh) -> dict[str, Tensor]:
     """The tensors of all stages by name, all of each, on rank 0; empty on the others.
 
-    Collectives: those of `of_all_stages`, and of `whole_at_first` for each.
+    Collectives: those of `outline_all_stages`, and of `whole_at_first` for each.
     """
     result = {}
-    for name, staged in of_all_stages(tensors, mesh).items():
+    for name, staged in outline_all_stages(tensors, mesh).items():
         full = whole_at_first(name, tensors, staged, mesh)
         if mesh.rank == 0:
             result[name] = full

@@ -1,15 +1,15 @@
-"""How one parallelized model lies on the grid: what is fixed after `parallelize`.
+"""The layout of one parallelized model on the grid, as far as products, layers and losses need it.
 
-It hangs on the model as `model.axonn`. Two models in one process share nothing. What lives for one pass is its
-`context` (context.py).
+Two models in one process share nothing. What lives for one pass is the `context` (context.py); the modules of the
+model and what `parallelize` has installed on them are known to the `ShardedModel` (parallel/sharded_model.py), which
+is the state that hangs on the model as `model.axonn`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,23 +24,21 @@ from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.matmul_tuning import Matmul, MatmulTuner, plain
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.sharded_weight import ShardedWeight
+from hf_axonn.engine.stage_tensors import Counted
 from hf_axonn.topology.grid import Grid
-
-
-if TYPE_CHECKING:
-    from hf_axonn.engine.parameter_counts import Counted
-    from hf_axonn.layers.base import Reading
-    from hf_axonn.layers.block import Block
-    from hf_axonn.parallel.compiled import Region
-    from hf_axonn.parallel.pipeline.pipeline import Pipeline
 
 
 class ParallelState:
     """The layout of one model on the grid.
 
-    Attributes:
+    Args:
         mesh: the process groups; `grid` and `coordinates` are short for its own, `gather_cache` for the context's.
-        config: the settings that the model was parallelized with.
+        config: the settings that the model is parallelized with.
+        report: what `parallelize` did to the model.
+        features: H where the residual stream has the feature layout, else 0.
+        names: of the parameters of the whole model before stages divided it, in order.
+
+    Attributes:
         reduce_dtype: the dtype in which weight gradients travel.
         residual_dtype: of the residual stream between the layers; None: as the model has it.
         widens: whether products of 16-bit matrices can be written in float32, as on CUDA (`product_dtype`).
@@ -48,31 +46,28 @@ class ParallelState:
         overlap_all_reduce: whether the reduction of an input's gradient runs beside the weight gradients (OAR).
         tuner: chooses operand layouts; None where that is off.
         matmul: computes the products: the tuner, or a plain matmul.
-        report: what `parallelize` did to the model.
         context: the pass that is under way.
-        weights: the sharded weights, in the order of their modules.
-        sharded_layers: module -> what runs in place of its forward (layers/).
-        blocks: entry of a block -> its Block.
-        readings: the methods that use parameters of other modules.
-        layers: the decoder layers.
-        regions: module -> its compiled code (parallel/compiled.py), made with `compile_options`; empty if eager.
+        weights: the sharded weights, in the order of their modules (`weight_of`).
         four_bit: whether there are weights of 4 bits.
-        features: H where the residual stream has the feature layout, else 0.
-        has_head: whether the head is sharded and can leave the logits to the loss.
-        attention_axes: the axes that divide the heads of attention blocks.
-        installers: module -> what gives a copy of it the sharded layers of the module itself; None where the module
-            cannot be copied.
-        work_axes: name of a module -> on which of (x, y) ranks do different work inside of it.
-        full_sequence: names of the modules that get the full sequence.
-        pipeline: the stages of a model that is divided over pipe (parallel/pipeline/); None of others.
-        elsewhere: what only other stages have, by name (`Pipeline.know_parameters`).
-        check_batch: compares what a pass is given over the ranks that share samples (parallel/batch_check.py).
-        adapted: modules of PEFT that have their sharded layers (parallel/adapters/install.py).
+        sharded_layers: module -> what runs in place of its forward (`add_layer`).
+        compile_options: of the code between sharded layers that is compiled (`compile_with`); None if it is eager.
+        elsewhere: what only other stages have, by name (`set_elsewhere`).
     """
 
-    def __init__(self, mesh: GridMesh, config: AxonnConfig) -> None:
+    def __init__(
+        self,
+        mesh: GridMesh,
+        config: AxonnConfig,
+        *,
+        report: Report | None = None,
+        features: int = 0,
+        names: Sequence[str] = (),
+    ) -> None:
         self.mesh = mesh
         self.config = config
+        self.report = report or Report(str(mesh.grid), "")
+        self.features = features
+        self.names = names
         self.reduce_dtype = getattr(torch, config.reduce_dtype)
         self.residual_dtype = None if config.residual_dtype == "model" else getattr(torch, config.residual_dtype)
         self.widens = mesh.device_type == "cuda"  # the only one of which torch.mm takes out_dtype
@@ -80,32 +75,18 @@ class ParallelState:
         self.overlap_all_reduce = config.overlap.all_reduce
         self.tuner = MatmulTuner() if config.tune_matmuls else None
         self.matmul: Matmul = self.tuner or plain
-        self.report: Report | None = None
         self.context = PassContext(config, mesh)
         self.weights: list[ShardedWeight] = []
         self._weight_of_parameter: dict[int, ShardedWeight] = {}
         self.sharded_layers: dict[nn.Module, object] = {}
-        self.blocks: dict[nn.Module, Block] = {}
-        self.readings: list[Reading] = []
-        self.layers: list[nn.Module] = []
-        self.regions: dict[nn.Module, Region] = {}
-        self.compile_options: dict[str, Any] = {}
-        self._compiled: dict[Callable, Callable] = {}
         self.four_bit = False
-        self.features = 0
-        self.has_head = False
-        self.attention_axes: tuple[str, ...] = ()
-        self.installers: dict[nn.Module, list[Callable[[nn.Module], object]] | None] = {}
-        self.work_axes: dict[str, tuple[str, ...]] = {}
-        self.full_sequence: set[str] = set()
-        self.pipeline: Pipeline | None = None
+        self.compile_options: dict[str, Any] | None = None
+        self._compiled: dict[Callable, Callable] = {}
         self.elsewhere: dict[str, Counted] = {}
-        self.check_batch: Callable[[tuple, dict[str, Any]], None] = lambda args, kwargs: None
-        self.adapted: WeakSet[nn.Module] = WeakSet()
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def tokens_of(self, hidden: Tensor) -> Tokens:
-        """The batch whose hidden states [B, S, H] come to the decoder layers, and how those take it."""
+        """Return the batch whose hidden states [B, S, H] come to the decoder layers, and their layout there."""
         batch, seq = hidden.shape[:2]
         # One rank replicates it, too.
         sharded = self.mesh.size("x", "y") > 1 and (torch.is_grad_enabled() or seq > 1)
@@ -129,22 +110,16 @@ class ParallelState:
             "hf_axonn.from_pretrained, or copy it before hf_axonn.parallelize."
         )
 
-    def install(self, module: nn.Module, *installers: Callable[[nn.Module], object]) -> None:
-        """Install sharded layers on a module, and remember how for its copies."""
-        for install in installers:
-            install(module)
-        if self.installers.setdefault(module, []) is not None:
-            self.installers[module] += installers
+    def add_layer(self, module: nn.Module, layer: object) -> None:
+        """Note what runs in place of a module's forward (layers/)."""
+        self.sharded_layers[module] = layer
 
-    def axes(self, name: str) -> tuple[str, ...]:
-        """On which of (x, y) ranks do different work inside of the module of this name: the `work_axes` of the
-        innermost module around it that has some; none where there is no such module."""
-        parts = name.split(".")
-        around = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-        return next((self.work_axes[outer] for outer in around if outer in self.work_axes), ())
+    def set_elsewhere(self, counts: dict[str, Counted]) -> None:
+        """Note what only other stages of a pipeline have, by name."""
+        self.elsewhere = counts
 
     def weight_of(self, module: nn.Module, name: str = "weight", *, flat: bool = False) -> ShardedWeight:
-        """The record of one parameter of a module, one for all modules that share the parameter."""
+        """Return the record of one parameter of a module, one for all modules that share the parameter."""
         key = id(module._parameters[name])
         if key not in self._weight_of_parameter:
             if hasattr(module._parameters[name], "four_bit"):
@@ -156,8 +131,8 @@ class ParallelState:
             self.weights.append(self._weight_of_parameter[key])
         return self._weight_of_parameter[key]
 
-    def know_layers(self, names: dict[nn.Module, str]) -> None:
-        """Mark the weights that `keep_gathered` keeps from forward to backward, and say how much is gathered ahead
+    def plan_gathers(self, names: dict[nn.Module, str]) -> None:
+        """Mark the weights that `keep_gathered` keeps from forward to backward, and set how much is gathered ahead
         (`prefetch`). `names` are those of all modules.
 
         A layer is what stands in the outermost module list. Of n layers the last are kept: backward comes to them
@@ -185,39 +160,43 @@ class ParallelState:
                 sizes[layer] += weight.elements
         ahead, prefetch = self.context.gather_ahead, self.config.prefetch
         if isinstance(prefetch, int):
-            ahead.bundles_of(prefetch * self.mesh.size("x", "y"), lambda group: group.bytes)
+            ahead.set_bundle_size(prefetch * self.mesh.size("x", "y"), lambda group: group.bytes)
         else:
-            ahead.bundles_of(max(sizes.values(), default=1), lambda group: group.elements)
+            ahead.set_bundle_size(max(sizes.values(), default=1), lambda group: group.elements)
 
-    def compiled(self, function: Callable) -> Callable:
-        """`function`, which communicates nothing; compiled in the passes in which the model's regions are."""
-        if not (self.regions and self.context.wants_gradients):
+    def compile_with(self, options: dict[str, Any]) -> None:
+        """Compile the code between sharded layers from now on, with these options of `torch.compile`."""
+        self.compile_options = options
+
+    def compile_function(self, function: Callable) -> Callable:
+        """Return `function`, which communicates nothing, compiled in the passes in which the model's code is."""
+        if self.compile_options is None or not self.context.wants_gradients:
             return function
         if function not in self._compiled:
             self._compiled[function] = torch.compile(function, **self.compile_options)
         return self._compiled[function]
 
     def zero(self, like: Tensor) -> Tensor:
-        """A zero of the dtype and on the device of `like`, for gradients that nobody reads; always the same tensor."""
+        """Return a zero of the dtype and on the device of `like`, for gradients that are not read; always the same."""
         key = like.dtype, like.device
         if key not in self._zeros:
             self._zeros[key] = like.new_zeros(())
         return self._zeros[key]
 
     @staticmethod
-    def asked_dtype(input_: Tensor, weights: Sequence[ShardedWeight]) -> torch.dtype | None:
-        """The dtype in which weights of 4 bits ask to be multiplied; None under autocast, and where they ask for none
-        or not for one. A result is then cast back to the dtype of the input, as bitsandbytes does."""
-        asked = {weight.compute_dtype for weight in weights}
-        return asked.pop() if len(asked) == 1 and not torch.is_autocast_enabled(input_.device.type) else None
+    def requested_dtype(input_: Tensor, weights: Sequence[ShardedWeight]) -> torch.dtype | None:
+        """The dtype in which weights of 4 bits are to be multiplied; None under autocast, and where they name none or
+        several. A result is then cast back to the dtype of the input, as bitsandbytes does."""
+        dtypes = {weight.compute_dtype for weight in weights}
+        return dtypes.pop() if len(dtypes) == 1 and not torch.is_autocast_enabled(input_.device.type) else None
 
     @classmethod
     def compute_dtype(cls, input_: Tensor, weights: Sequence[ShardedWeight] = ()) -> torch.dtype:
-        """The dtype of matmuls: that of autocast if it is on, else the `asked_dtype`, else that of the input."""
+        """The dtype of matmuls: that of autocast if it is on, else the `requested_dtype`, else that of the input."""
         device_type = input_.device.type
         if torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
-        return (cls.asked_dtype(input_, weights) if weights else None) or input_.dtype
+        return (cls.requested_dtype(input_, weights) if weights else None) or input_.dtype
 
     def as_residual(self, hidden: Tensor) -> Tensor:
         """Hidden states between two layers, in the dtype of the residual stream. No communication.
@@ -227,25 +206,25 @@ class ParallelState:
         Raises:
             ValueError: gradients are on, and the computation is not in the dtype that the stream is to have.
         """
-        wanted = self.residual_dtype
-        if wanted is None or hidden.dtype == wanted:
+        dtype = self.residual_dtype
+        if dtype is None or hidden.dtype == dtype:
             return hidden
-        if self.compute_dtype(hidden) == wanted:
-            return hidden.to(wanted)
+        if self.compute_dtype(hidden) == dtype:
+            return hidden.to(dtype)
         if not torch.is_grad_enabled():
             return hidden
         raise ValueError(
-            f"residual_dtype is {wanted}, but the model computes in {self.compute_dtype(hidden)}, and would lose that "
+            f"residual_dtype is {dtype}, but the model computes in {self.compute_dtype(hidden)}, and would lose that "
             "precision between its layers: train under autocast in bfloat16 (mixed_precision: bf16), or omit "
             "residual_dtype."
         )
 
-    def product_dtype(self, factors: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-        """The dtype in which a product is written whose result goes on as `wanted`.
+    def product_dtype(self, factors: torch.dtype, result: torch.dtype) -> torch.dtype:
+        """The dtype in which a product is written whose result is used as `result`.
 
         That of its factors, which rounds to 16 bits; on CUDA float32 where the result is to be wider than 16 bits.
         """
-        return torch.float32 if self.widens and factors.itemsize == 2 < wanted.itemsize else factors
+        return torch.float32 if self.widens and factors.itemsize == 2 < result.itemsize else factors
 
 
 def _layer_of(name: str) -> str:
@@ -256,12 +235,12 @@ def _layer_of(name: str) -> str:
 
 
 def is_parallelized(model: nn.Module) -> bool:
-    """Whether `parallelize` has sharded the model."""
+    """Return whether `parallelize` has sharded the model."""
     return isinstance(getattr(model, "axonn", None), ParallelState)
 
 
 def parallel_state(model: object) -> ParallelState | None:
-    """How a parallelized model lies on the grid, also inside of wrappers (PEFT, accelerate); None for anything else.
+    """Return the layout of a parallelized model, also inside of wrappers (PEFT, accelerate); None for anything else.
 
     `parallel_state(model).grid` is the grid, `.report` says what was sharded, and what was not and why. No
     communication.

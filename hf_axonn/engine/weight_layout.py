@@ -1,4 +1,4 @@
-"""How one weight lies on a rank, and how it is brought into the shape of the product and back (matmul3d.py)."""
+"""The layout of one weight on a rank, and its way into the shape of the product and back (matmul3d.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """How one weight [N, K] lies on this rank.
+    """The layout of one weight [N, K] on this rank.
 
     Args:
         rows, cols: this rank's block of [N, K] before it is sharded over z; 0 beyond the end of a dim.
@@ -46,7 +46,7 @@ class WeightLayout:
 
     @cached_property
     def is_matrix(self) -> bool:
-        """Whether the block of the product is one, [n, k]: P and Q are 1."""
+        """True if the block of the product is a matrix, [n, k]: P and Q are 1."""
         return self.in_blocks == self.out_blocks == 1
 
     @cached_property
@@ -58,12 +58,12 @@ class WeightLayout:
 
     @cached_property
     def pads(self) -> bool:
-        """Whether this rank's block of the product has padding."""
+        """True if this rank's block of the product has padding."""
         return self.rows * self.cols < math.prod(self.shape)
 
     @cached_property
     def divides(self) -> bool:
-        """Whether nothing is padded, neither the block nor what travels: then all that is done here is a view."""
+        """True if nothing is padded, neither the block nor what travels: then all that is done here is a view."""
         return not self.pads and self.rows == self.z * self.z_rows
 
     @cached_property
@@ -71,7 +71,7 @@ class WeightLayout:
         """Elements of one rank's padded shard."""
         return self.z_rows * self.cols
 
-    def padded(self, shard: Tensor) -> Tensor:
+    def pad(self, shard: Tensor) -> Tensor:
         """This rank's shard [own_rows, cols] -> what travels, [z_rows, cols]."""
         return pad_dim(shard, 0, self.z_rows)
 
@@ -98,7 +98,7 @@ class WeightLayout:
 
 
 def weight_layout(kind: WeightKind, rows: int, cols: int, mesh: GridMesh, *, full_input: bool = False) -> WeightLayout:
-    """How a weight [N, K] = [rows, cols] lies on this rank. No communication.
+    """Return the layout of a weight [N, K] = [rows, cols] on this rank. No communication.
 
     Args:
         kind: any but EXPERTS (see `ExpertLayout`) and those that every rank holds in full.
@@ -142,7 +142,7 @@ def vocabulary_range(size: int, mesh: GridMesh, *, y: int | None = None, x: int 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """How a weight [E, A, B] lies on this rank, as `WeightLayout` says it of a matrix.
+    """The layout of a weight [E, A, B] on this rank, as `WeightLayout` is that of a matrix.
 
     z shards B: Transformers' loader joins gate and up along A while it reads, so a shard of A would mix the two.
 
@@ -162,12 +162,12 @@ class ExpertLayout:
 
     @property
     def pads(self) -> bool:
-        """Whether this rank's block of the product has padding: experts are never padded."""
+        """False: the block of experts is never padded."""
         return False
 
     @property
     def divides(self) -> bool:
-        """Whether all that is done here is a view."""
+        """True if all that is done here is a view."""
         return self.z == 1
 
     @property
@@ -180,7 +180,7 @@ class ExpertLayout:
         """Elements of one rank's padded shard."""
         return self.experts * self.rows * self.z_cols
 
-    def padded(self, shard: Tensor) -> Tensor:
+    def pad(self, shard: Tensor) -> Tensor:
         """This rank's shard -> what travels, [e, A, z_cols]."""
         return pad_dim(shard, 2, self.z_cols)
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from hf_axonn.engine.state import parallel_state
 from hf_axonn.goldfish.record import RECORD, Data, TrainingRecord, card
 from hf_axonn.losses.causal_lm import widest_float
+from hf_axonn.trainer.accumulation import from_last_stage
 
 
 if TYPE_CHECKING:
@@ -78,11 +78,10 @@ class RecordingMixin(_MixedInto):
 
         Collectives: one sum over the world, with pipe one more.
         """
-        axonn, device = parallel_state(self.model), self.accelerator.device
+        device = self.accelerator.device
         labels, self._label_counts = [0, 0] if self._label_counts is None else self._label_counts.tolist(), None
         tensor: Tensor | None = torch.tensor([*own, *labels], dtype=widest_float(device), device=device)
-        if axonn is not None and axonn.pipeline is not None:  # whose last stage has the record of the loss
-            tensor = axonn.pipeline.from_last(tensor)
+        tensor = from_last_stage(self.model, tensor)  # which has the record of the loss
         world: list[float] = self.accelerator.reduce(tensor, reduction="sum").tolist()
         *found, tokens, dropped = world
         self._training_record.add(step=self.state.global_step, tokens=round(tokens), dropped=round(dropped))

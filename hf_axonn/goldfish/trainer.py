@@ -42,6 +42,7 @@ from hf_axonn.goldfish.recording import RecordingMixin
 from hf_axonn.goldfish.table import CPU_TABLE_SHA256, load_table, table_sha256
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
 from hf_axonn.trainer import hooks as trainer_hooks
+from hf_axonn.trainer.accumulation import from_last_stage
 from hf_axonn.trainer.liger import without_losses
 from hf_axonn.trainer.watching import is_training_log
 
@@ -263,9 +264,7 @@ class GoldfishMixin(RecordingMixin):
         with loss.capture(inputs.get(SAMPLE_LENGTHS)) as rows, loss.alone() if prediction_loss_only else nullcontext():
             result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         own = torch.cat([part.to(self.args.device) for part in rows]) if rows else None
-        axonn = parallel_state(self.model)
-        if axonn is not None and axonn.pipeline is not None:
-            own = axonn.pipeline.from_last(own)
+        own = from_last_stage(self.model, own)
         if own is not None and self._eval_totals is not None:
             # One row a sample: like the Trainer's own gathering of losses, gather_for_metrics leaves out the samples
             # that the data loader repeated to fill the last batch. Rows of a short batch are filled with zeros.

@@ -1,4 +1,4 @@
-"""What the sharded layers share, and those that need no neighbours.
+"""The common code of sharded layers, and layers that need no neighbours.
 
     FullLinear   a Linear on its own: full activations in, full activations out (AxoNN's easy API)
     Replicated   parameters that every rank holds: norms, biases, and what nothing is known about
@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,53 +29,71 @@ from hf_axonn.topology.heads import feature_slice
 from hf_axonn.topology.weight_kind import WeightKind
 
 
+class PatchedForward(functools.partial):
+    """A forward (or another method) that runs in place of a module's own: `outer(inner, *args, **kwargs)`, under the
+    signature of `inner`.
+
+    A subclass of partial, so a call costs no Python frame of its own.
+
+    Attributes:
+        outer: the code that runs.
+        inner: the method that it may call: the module's own, or an earlier patch.
+    """
+
+    outer: Callable
+    inner: Callable
+
+    def __new__(cls, outer: Callable, inner: Callable) -> PatchedForward:
+        patched = super().__new__(cls, outer, inner)
+        functools.update_wrapper(patched, inner)
+        patched.outer, patched.inner = outer, inner
+        return patched
+
+    def __reduce__(self):
+        return PatchedForward, (self.outer, self.inner)
+
+    @property
+    def innermost(self) -> Callable:
+        """The method that the first patch has found."""
+        return self.inner.innermost if isinstance(self.inner, PatchedForward) else self.inner
+
+    def around(self, innermost: Callable) -> PatchedForward:
+        """Return the same patches around another method."""
+        inner = self.inner.around(innermost) if isinstance(self.inner, PatchedForward) else innermost
+        return PatchedForward(self.outer, inner)
+
+
 def patch_forward(module: nn.Module, forward: Callable, *, method: str = "forward") -> None:
-    """Let `forward(original, *args, **kwargs)` run in place of the module's forward (or of another method), under its
-    signature."""
-    original = getattr(module, method)
-    setattr(module, method, functools.wraps(original)(functools.partial(forward, original)))
+    """Let `forward(original, *args, **kwargs)` run in place of the module's forward, or of another method."""
+    setattr(module, method, PatchedForward(forward, getattr(module, method)))
 
 
 def innermost(module: nn.Module) -> Callable:
-    """The forward of a module that its first `patch_forward` has found."""
+    """Return the forward of a module inside of everything that has been patched."""
     forward = module.forward
-    while _is_patch(forward):
-        forward = forward.args[-1]
-    return forward
+    return forward.innermost if isinstance(forward, PatchedForward) else forward
 
 
 def patch_innermost(module: nn.Module, forward: Callable) -> None:
-    """As `patch_forward`, but inside of everything that has been patched before."""
-    own = innermost(module)
-    module.forward = _around(functools.wraps(own)(functools.partial(forward, own)), module.forward)
+    """Patch the forward of a module inside of everything that has been patched before."""
+    patched = PatchedForward(forward, innermost(module))
+    outer = module.forward
+    module.forward = outer.around(patched) if isinstance(outer, PatchedForward) else patched
 
 
 @contextlib.contextmanager
 def moved_inside(model: nn.Module) -> Iterator[None]:
-    """A forward that somebody puts on a module in here takes the place of the module's own, inside of everything
-    that has been patched before."""
+    """Let a forward that is set on a module in here take the place of the module's own, inside of everything that has
+    been patched before."""
     before = {module: module.__dict__.get("forward") for module in model.modules()}
     yield
     for module, outer in before.items():
-        if outer is not None and module.forward is not outer:
-            module.forward = _around(module.forward, outer)
-
-
-def _around(inner: Callable, outer: Callable) -> Callable:
-    """What has been patched around the innermost forward of `outer`, around another."""
-    if not _is_patch(outer):
-        return inner
-    inner = _around(inner, outer.args[-1])
-    return functools.wraps(inner)(functools.partial(outer.func, *outer.args[:-1], inner))
-
-
-def _is_patch(forward: Callable) -> TypeGuard[functools.partial]:
-    """Whether a forward is one of `patch_forward`."""
-    return isinstance(forward, functools.partial) and hasattr(forward, "__wrapped__")
+        if isinstance(outer, PatchedForward) and module.forward is not outer:
+            module.forward = outer.around(module.forward)
 
 
 class replaced:  # noqa: N801 (a context manager without a generator, which every norm of every layer would resume)
-    """Inside, a dictionary of a module has these entries; afterwards it has what it had, and lacks what it lacked."""
+    """Give a dictionary of a module these entries inside; afterwards it has what it had, and lacks what it lacked."""
 
     def __init__(self, entries: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
         self._entries, self._values = entries, values
@@ -118,7 +136,7 @@ class FullLinear:
         self.weights = [state.weight_of(linear)]
         self.out_features, self.in_features = linear_size(linear)
         self.layouts = [weight_layout(WeightKind.LINEAR, self.out_features, self.in_features, state.mesh)]
-        state.sharded_layers[linear] = self
+        state.add_layer(linear, self)
         patch_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
@@ -129,7 +147,7 @@ class FullLinear:
         output = gather_features(output, self.out_features, mesh, "x")
         if self.linear.bias is not None:
             output = output + replicated_local(self.linear.bias, mesh, ()).to(output.dtype)
-        return output.to(hidden.dtype) if self.state.asked_dtype(hidden, self.weights) else output
+        return output.to(hidden.dtype) if self.state.requested_dtype(hidden, self.weights) else output
 
     def full_weight(self) -> Tensor:
         """The weight as its module has it, for code that every rank of (x, y) repeats. All-gathers over z, y and x;
@@ -156,7 +174,7 @@ class Replicated:
         self.partial_axes = partial_axes
         self.own = own
         self.added: dict[str, Callable[[Tensor], Tensor]] = {}
-        state.sharded_layers[module] = self
+        state.add_layer(module, self)
         patch_forward(module, self._forward)
 
     def plain(self, name: str) -> Tensor:
@@ -169,7 +187,7 @@ class Replicated:
             return original(*args, **kwargs)
 
     def plain_parameters(self) -> replaced:
-        """Inside, code that reads the parameters from the module finds plain tensors."""
+        """Let code inside that reads the parameters from the module find plain tensors."""
         module, values = self.module, {}
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in module.__dict__:
@@ -196,7 +214,6 @@ class Reading:
             for name, child in parent._modules.items()
             if child in reader.read
         ]
-        state.readings.append(self)
         patch_forward(reader.module, self._call, method=reader.method)
 
     def also(self, child: nn.Module, parent: nn.Module, name: str) -> None:
@@ -211,7 +228,7 @@ class Reading:
 
     @contextlib.contextmanager
     def plain_parameters(self) -> Iterator[None]:
-        """Inside, the method finds plain tensors; full weights are gathered when they are read."""
+        """Let the method find plain tensors inside; full weights are gathered when they are read."""
         layers = self.state.sharded_layers
         with contextlib.ExitStack() as stack:
             for child in self.read:
@@ -225,7 +242,7 @@ class Reading:
 
 
 class _FullWeight:
-    """Stands in for a module while somebody reads its weight, which is gathered when it is asked for."""
+    """A stand-in for a module while code reads its weight, which is gathered when it is read."""
 
     def __init__(self, module: nn.Module, layer: FullLinear, state: ParallelState) -> None:
         self._module = module

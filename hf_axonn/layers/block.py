@@ -12,11 +12,9 @@ Source: AxoNN (arXiv 2502.08145) for the alternation of column and row (transpos
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +42,43 @@ from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.layers.base import patch_forward, take_slice
 from hf_axonn.layers.head_exchange import HeadExchange
-from hf_axonn.topology.heads import Heads, feature_slice
+from hf_axonn.topology.heads import Heads
 from hf_axonn.topology.weight_kind import WeightKind
 
 
-if TYPE_CHECKING:
-    from hf_axonn.architectures.plan import BlockPlan
+@dataclass
+class BlockPass:
+    """One pass through a block, from its entry to its end. In the order of time:
+
+        Block               opens it, with the input that `Column.enter` has made; where x gathers the input, its
+                            products are made in the same node of the graph
+        first projection    makes the outputs of all: of those products, if it is called with that input and nothing
+                            has changed it in place
+        other projections   take theirs, if they are called with the same input
+        Block               closes it: nothing of it outlives the block
+
+    Args:
+        input: [B, S, K/y] for the projections.
+        version: of the input (`changes_of`).
+        products: of the input with the weights, not yet reduced over y; None: they are not made yet.
+        dtype: of the block's input, where weights of 4 bits ask to be multiplied in another; else None.
+
+    Attributes:
+        computed: the input that `outputs` were made of.
+        outputs: of the projections that have not been called yet, by their places.
+    """
+
+    input: Tensor
+    version: int = 0
+    products: list[Tensor] | None = None
+    dtype: torch.dtype | None = None
+    computed: Tensor | None = None
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+
+    def products_of(self, hidden: Tensor) -> list[Tensor] | None:
+        """Return the products if they are of this input, as it now is."""
+        made = self.products is not None and hidden is self.input and changes_of(hidden) == self.version
+        return self.products if made else None
 
 
 class Column:
@@ -57,8 +86,10 @@ class Column:
 
     Global shapes: input [B, S, K], output [B, S, N]. Local: [B, S, K/y] and [B, S, N/(x*y)], or all of the features
     that the heads of this rank need. Collectives: all-gather over z; reduce-scatter over y (all-reduce where heads are
-    not divided over y); all-gather over x or (x, y) of the kv heads that do not divide. The first projection that is
-    called computes all of them.
+    not divided over y); all-gather over x or (x, y) of the kv heads that do not divide.
+
+    Attributes:
+        passing: the pass that is inside of the block; None outside of it, and for projections that have no `Block`.
     """
 
     def __init__(
@@ -83,11 +114,9 @@ class Column:
         ]
         self.weights = [state.weight_of(linear) for linear in linears]
         self.layouts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.mesh) for linear in linears]
-        self._entered: tuple[Tensor, int, list[Tensor]] | None = None
-        self._computed: tuple[Tensor, dict[int, Tensor]] | None = None
-        self._outer: torch.dtype | None = None  # of the block's input, where weights of 4 bits ask for another
+        self.passing: BlockPass | None = None
         for index, linear in enumerate(linears):
-            state.sharded_layers[linear] = self
+            state.add_layer(linear, self)
             patch_forward(linear, functools.partial(self._project, index))
 
     @property
@@ -95,49 +124,44 @@ class Column:
         """Axes on which ranks have different parts of a bias' gradient."""
         return ("x", "y") if "y" in self.axes else ("x",)
 
-    def enter(self, hidden: Tensor) -> Tensor:
-        """This rank's tokens -> [B, S, H/y]. All-to-all over y (none in the feature layout), all-gather over x, which
-        backward only launches."""
+    def enter(self, hidden: Tensor) -> BlockPass:
+        """This rank's tokens -> a pass with the input [B, S, H/y]. All-to-all over y (none in the feature layout),
+        all-gather over x, which backward only launches."""
         state, tokens = self.state, self.state.context.tokens
         assert tokens is not None  # Block has seen to that
         if not tokens.sharded:
-            return take_features(hidden, state.mesh, "y")
+            return BlockPass(take_features(hidden, state.mesh, "y"))
         group = state.mesh.group("x")
-        self._outer = hidden.dtype if state.asked_dtype(hidden, self.weights) else None
+        dtype = hidden.dtype if state.requested_dtype(hidden, self.weights) else None
         hidden = hidden.to(state.compute_dtype(hidden, self.weights))
         if state.mesh.size("y") > 1 and not tokens.features:
             # Some layers hand their MLP flat tokens.
             hidden = tokens_to_features(hidden.reshape(1, -1, hidden.shape[-1]), state.mesh)
         if group.size() == 1:
-            if tokens.padded(state.mesh) > tokens.count:
+            if tokens.padded_count(state.mesh) > tokens.count:
                 hidden = hidden.reshape(-1, hidden.shape[-1])[: tokens.count]
-            return hidden.reshape(tokens.batch, tokens.seq, -1)
+            return BlockPass(hidden.reshape(tokens.batch, tokens.seq, -1), dtype=dtype)
         # The products are made here, where the input is gathered: so backward reduces its gradient beside theirs.
-        hidden, *outputs = Product(state, self.weights, self.layouts).run(hidden, over=group, tokens=tokens)
-        self._entered = (hidden, changes_of(hidden), outputs)
-        return hidden
-
-    def leave(self) -> None:
-        """Forget the pass: nothing of it may outlive the block."""
-        self._entered = self._computed = self._outer = None
+        hidden, *products = Product(state, self.weights, self.layouts).run(hidden, over=group, tokens=tokens)
+        return BlockPass(hidden, changes_of(hidden), products, dtype)
 
     def install_copy(self, index: int, copy_: nn.Module) -> Column:
         """Install a column layer of its own on a copy of one of the projections, for the same input."""
         return type(self)(self.state, [copy_], self.heads, [self.segments[index]])
 
     def _project(self, index: int, _original: Callable, hidden: Tensor) -> Tensor:
-        if len(self.linears) == 1:
-            return self._compute(hidden)[0]
-        if self._computed is None or self._computed[0] is not hidden or index not in self._computed[1]:
-            self._computed = (hidden, dict(enumerate(self._compute(hidden))))
-        return self._computed[1].pop(index)
+        passing = self.passing
+        if len(self.linears) == 1 or passing is None:
+            return self._compute(hidden)[index]
+        if passing.computed is not hidden or index not in passing.outputs:
+            passing.computed, passing.outputs = hidden, dict(enumerate(self._compute(hidden)))
+        return passing.outputs.pop(index)
 
     def _compute(self, hidden: Tensor) -> list[Tensor]:
-        if self._entered is not None and self._entered[0] is hidden and self._entered[1] == changes_of(hidden):
-            outputs = self._entered[2]
-        else:
+        passing, mesh = self.passing, self.state.mesh
+        outputs = None if passing is None else passing.products_of(hidden)
+        if outputs is None:
             outputs = Product(self.state, self.weights, self.layouts).run(hidden)
-        mesh = self.state.mesh
         sizes = [layout.out_size for layout in self.layouts]
         if mesh.size("y") == 1:
             pass
@@ -152,14 +176,15 @@ class Column:
                 for output, linear in zip(outputs, self.linears, strict=True)
             ]
         outputs = [self._place(output, index) for index, output in enumerate(outputs)]
-        if self.state.asked_dtype(hidden, self.weights):
-            outputs = [output.to(self._outer or hidden.dtype) for output in outputs]
+        if self.state.requested_dtype(hidden, self.weights):
+            dtype = passing.dtype if passing is not None and passing.dtype is not None else hidden.dtype
+            outputs = [output.to(dtype) for output in outputs]
         return [output if output.dim() == hidden.dim() else output.view(*hidden.shape[:-1], -1) for output in outputs]
 
     def _place(self, output: Tensor, index: int) -> Tensor:
         """[T, own features], or [B, S, own features] of a projection -> the features that this rank works on."""
         mesh, linear, exchange, heads = self.state.mesh, self.linears[index], self.exchanges[index], self.heads
-        every_head = heads is not None and not heads.axes  # every rank of x goes on with all of them
+        every_head = heads is not None and not heads.axes  # every rank of x continues with all of them
         if linear._parameters.get("bias") is None and exchange.is_slice and not every_head:
             return output
         size = linear_size(linear)[0]
@@ -195,7 +220,7 @@ class Row:
         self.axes = heads.axes if heads else ("x", "y")
         self.like = like
         self._leading: torch.Size | None = None
-        state.sharded_layers[linear] = self
+        state.add_layer(linear, self)
         self.weights = [state.weight_of(linear)]
         self.hidden_size = linear_size(linear)[0]
         self.layouts = [
@@ -205,12 +230,12 @@ class Row:
 
     @property
     def leading(self) -> torch.Size | None:
-        """Leading dims of the block's input, in which its output is handed on."""
+        """Leading dims of the block's input, which its output has, too."""
         return self._leading if self.like is None else self.like.leading
 
-    @leading.setter
-    def leading(self, value: torch.Size) -> None:
-        self._leading = value
+    def enter(self, hidden: Tensor) -> None:
+        """Note the input of the block, when a pass comes to it."""
+        self._leading = hidden.shape[:-1]
 
     def install_copy(self, copy_: nn.Module) -> Row:
         """Install a row layer of its own on a copy, which stands at the place of this one in the block."""
@@ -221,8 +246,8 @@ class Row:
         assert tokens is not None  # Block has seen to that
         product = Product(state, self.weights, self.layouts)
         rows = hidden.to(state.compute_dtype(hidden, self.weights))
-        if tokens.sharded and tokens.padded(mesh) > tokens.count:
-            rows = pad_dim(rows.reshape(tokens.count, -1), 0, tokens.padded(mesh))
+        if tokens.sharded and tokens.padded_count(mesh) > tokens.count:
+            rows = pad_dim(rows.reshape(tokens.count, -1), 0, tokens.padded_count(mesh))
         if mesh.size("y") > 1 and "y" in self.axes:
             (output,) = product.run(rows, over=mesh.group("y"))
         else:
@@ -233,12 +258,12 @@ class Row:
             output = reduce_scatter_rows(output, mesh.group("x"), self.leading if in_place else (-1,))
         elif torch.is_grad_enabled():
             output = all_reduce(output, mesh.group("x"))
-        else:  # nobody else has it
+        else:  # no graph holds it
             output = reduce_(output, mesh.group("x"))
         if self.linear.bias is not None:
             bias = replicated_local(self.linear.bias, mesh, self.bias_axes)
             output = output + take_slice(bias, self.hidden_size, mesh, "y").to(output.dtype)
-        if state.asked_dtype(hidden, self.weights):
+        if state.requested_dtype(hidden, self.weights):
             output = output.to(hidden.dtype)
         if tokens.sharded:
             return output if in_place else features_to_tokens(output, self.hidden_size, mesh).view(*self.leading, -1)
@@ -256,7 +281,6 @@ class Block:
         self.state = state
         self.column = column
         self.row = row
-        self._inside = False
         patch_forward(entry, self._forward)
 
     def around(self, wrapper: nn.Module) -> None:
@@ -264,55 +288,23 @@ class Block:
         patch_forward(wrapper, self._forward)
 
     def _forward(self, original: Callable, *args, **kwargs):
-        if self._inside:
+        if self.column.passing is not None:
             return original(*args, **kwargs)
         if self.state.context.tokens is None:
             raise RuntimeError(
                 "a parallelized attention or MLP block was called outside of its decoder: its input is laid out by "
                 "the first decoder layer, so call the model (or its base model) instead."
             )
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.row.enter(hidden)
+        passing = self.column.enter(hidden)
         if args:
-            args = (self._enter(args[0]), *args[1:])
+            args = (passing.input, *args[1:])
         else:
-            kwargs["hidden_states"] = self._enter(kwargs["hidden_states"])
-        self._inside = True
+            kwargs["hidden_states"] = passing.input
+        del hidden
+        self.column.passing = passing
         try:
             return original(*args, **kwargs)
         finally:
-            self._inside = False
-            self.column.leave()
-
-    def _enter(self, hidden: Tensor) -> Tensor:
-        self.row.leading = hidden.shape[:-1]
-        return self.column.enter(hidden)
-
-
-def install_heads(state: ParallelState, attention: nn.Module, heads: Heads, block: BlockPlan) -> None:
-    """Let attention see this rank's numbers of heads, and its own heads of arguments that have them all."""
-    mesh = state.mesh
-    query, kv = heads.own_query(mesh), heads.own_kv(mesh)
-    if heads.replicate_kv and hasattr(attention, "num_key_value_groups"):
-        attention.num_key_value_groups = query // kv
-    for name, kind in block.attributes.items():
-        owner, _, attribute = name.rpartition(".")
-        if owner:
-            # The config belongs to the full model.
-            setattr(attention, owner, copy.copy(getattr(attention, owner)))
-        target = getattr(attention, owner) if owner else attention
-        total, own = (heads.query, query) if kind == "query" else (heads.kv, kv)
-        setattr(target, attribute, getattr(target, attribute) * own // total)
-    if block.arguments and heads.axes:
-        signature = inspect.signature(attention.forward)
-        rows, _ = feature_slice(heads.query, mesh, *heads.axes)
-
-        def forward(original: Callable, *args, **kwargs):
-            given = signature.bind(*args, **kwargs)
-            for name in block.arguments:
-                value = given.arguments.get(name)
-                if value is not None:
-                    by_head = value.view(-1, heads.query, *value.shape[1:])
-                    given.arguments[name] = by_head[:, rows].flatten(0, 1)
-            return original(*given.args, **given.kwargs)
-
-        patch_forward(attention, forward)
-    state.attention_axes = heads.axes
+            self.column.passing = None

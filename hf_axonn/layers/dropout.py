@@ -3,7 +3,7 @@
 Ranks that own different samples, tokens, features or heads must drop independently; ranks that repeat the same work
 must drop the same. Every rank draws a seed from its global generator, which all ranks have in the same state (Trainer
 and `set_seed` see to that), and mixes in its coordinates on the axes that divide the work. A checkpointed layer draws
-the same seed when it is recomputed, and a resumed run goes on where the generator stood.
+the same seed when it is recomputed, and a resumed run continues where the generator stood.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def mix(*values: int) -> int:
 
 @contextlib.contextmanager
 def keyed_random(state: ParallelState, axes: tuple[str, ...]) -> Iterator[None]:
-    """Random numbers inside differ along data, z and `axes`, and agree along the others. No communication.
+    """Let random numbers inside differ along data, z and `axes`, and agree along the others. No communication.
 
     Nested uses derive their seed from the outer one and not from the generator, which is out of step inside.
     """
@@ -39,8 +39,7 @@ def keyed_random(state: ParallelState, axes: tuple[str, ...]) -> Iterator[None]:
     if outer is None:
         seed = int(torch.randint(2**62, ()))
     else:
-        context.random_count += 1
-        seed = mix(outer, context.random_count)
+        seed = mix(outer, context.count_random())
     coordinates = [state.coordinates[axis] for axis in ("data", "z", *axes)]
     device = state.mesh.device
     # fork_rng puts the generators back, so that ranks are in step again afterwards.
@@ -80,7 +79,7 @@ def dropout_names(module: nn.Module) -> list[str]:
 
 
 def probability(module: nn.Module, *names: str) -> Callable[[], bool]:
-    """Whether one of these attributes of a module is above 0 at the time of the call."""
+    """Return a function: whether one of these attributes of a module is above 0 when it is called."""
     return functools.partial(_any_positive, module, names)
 
 

@@ -1,4 +1,4 @@
-"""From the features that a product leaves on each rank to those that each rank works on.
+"""The way from the features that a product leaves on each rank to those that each rank works on.
 
 The two are the same where a projection is q alone, or gate alone, and heads divide. Where q, k and v are packed into
 one weight, or kv heads do not divide, one exchange sends every rank just what it needs.
@@ -33,8 +33,8 @@ class HeadExchange:
         self.is_slice = is_own_slice(size, segments, heads, mesh)
         found = feature_ranges(size, segments, heads, mesh)
         self.padded = [part.padded for part in found]
-        wanted = [[feature for run in part.ranges for feature in run] for part in found]
-        self.indices = [self._tensor(features) for features in wanted]
+        needed = [[feature for run in part.ranges for feature in run] for part in found]
+        self.indices = [self._tensor(features) for features in needed]
         if self.is_slice or not self.axes:
             return
         own, _ = feature_slice(size, mesh, *self.axes)
@@ -45,7 +45,7 @@ class HeadExchange:
         self.receive_sizes = [len(features) for features in arriving]
         arrived = [feature for features in arriving for feature in features]
         place_of = {feature: place for place, feature in enumerate(arrived)}
-        self.order = [self._tensor([place_of[feature] for feature in features]) for features in wanted]
+        self.order = [self._tensor([place_of[feature] for feature in features]) for features in needed]
 
     def _tensor(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self.mesh.device)

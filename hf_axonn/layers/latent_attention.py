@@ -12,7 +12,6 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -36,42 +35,33 @@ class LatentColumn(Column):
         return super()._compute(all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x")))
 
 
-def install_latent(
-    state: ParallelState, attention: nn.Module, columns: list[LatentColumn], row: Row, shared: nn.Module
-) -> None:
-    """Let an attention module see full activations.
-
-    Args:
-        columns: q_b (or q) and kv_b.
-        row: o.
-        shared: kv_a, whose last `attention.qk_rope_head_dim` features go to every head.
-    Collectives: all-gather of tokens over (x, y); backward: all-reduce of the rotary part over the axes of the heads.
-    """
+def install_latent(state: ParallelState, attention: nn.Module, row: Row) -> None:
+    """Let an attention module, which `row` ends, see full activations. All-gather of tokens over (x, y)."""
 
     def forward(original: Callable, *args, **kwargs):
         hidden, args, kwargs = split_hidden_states(args, kwargs)
         tokens = state.context.tokens
-        row.leading = hidden.shape[:-1]
+        row.enter(hidden)
         if tokens.sharded:
             hidden = gather_tokens(hidden.reshape(1, -1, hidden.shape[-1]), tokens, state.mesh)
-        try:
-            return original(hidden, *args, **kwargs)
-        finally:
-            for column in columns:
-                column.leave()
+        return original(hidden, *args, **kwargs)
 
-    def rotary_is_shared(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
+    patch_forward(attention, forward)
+
+
+def rotary_hook(state: ParallelState, attention: nn.Module, row: Row) -> Callable[[nn.Module], None]:
+    """Return an installer for kv_a, whose last `attention.qk_rope_head_dim` features go to every head: their gradient
+    is summed over the axes of the heads. All-reduce over them in backward."""
+
+    def sum_gradients(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
         size = attention.qk_rope_head_dim
         latent, rotary = output.split([output.shape[-1] - size, size], dim=-1)
         return torch.cat([latent, all_reduce_backward(rotary, state.mesh.group(*row.axes))], dim=-1)
 
-    patch_forward(attention, forward)
-    if row.axes:
-        # A hook: whatever is installed on its forward. An adapter of the module adds to its output after that, so the
-        # hooks stand on its last part too (parallel/adapters/install.py).
-        state.install(shared, functools.partial(_hook_once, rotary_is_shared))
+    # A hook: whatever is installed on its forward. An adapter of the module adds to its output after that, so the
+    # hooks stand on its last part too (parallel/adapters/install.py).
+    def install(module: nn.Module) -> None:
+        if sum_gradients not in module._forward_hooks.values():  # a copy may have it already
+            module.register_forward_hook(sum_gradients)
 
-
-def _hook_once(hook: Callable, module: nn.Module) -> None:
-    if hook not in module._forward_hooks.values():  # a copy may have it already
-        module.register_forward_hook(hook)
+    return install

@@ -54,7 +54,7 @@ _WEIGHTS = ("top_k_weights", "routing_weights")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts in parameters [E, ., .] and is called as the head of this file says."""
+    """Return whether a module holds experts in parameters [E, ., .] and is called as the head of this file says."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     experts = getattr(module, "num_experts", None)
     if not any(parameter.dim() == 3 for parameter in own) or module._buffers:
@@ -66,7 +66,8 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _is_called_sorted(module: nn.Module) -> bool:
-    """Whether the hidden states of an experts module are [E * T, H]: all tokens for the first expert, and so on."""
+    """Return whether the hidden states of an experts module are [E * T, H]: all tokens for the first expert, and so
+    on."""
     return type(module).__name__ == "Llama4TextExperts"
 
 
@@ -92,7 +93,7 @@ class Experts:
         self.products = {}
         # What adapters do to a parameter, by name.
         self.added: dict[str, Callable[[Tensor], Tensor]] = {}
-        state.sharded_layers[module] = self
+        state.add_layer(module, self)
         for name in expert_weights(module):
             _, rows, cols = module._parameters[name].shape
             layout = ExpertLayout(len(self.range), rows, cols, state.mesh.size("z"), state.mesh.index("z"))
@@ -129,7 +130,7 @@ class Experts:
         return call_with_gathered(list(self.products.values()), with_gathered, *inputs)
 
     def _few_foreign(self, hidden: Tensor, choices: Tensor) -> bool:
-        """Whether to take the pairs of other ranks' experts along, [T, H] and [T, K] on a GPU, by sizes alone.
+        """Return whether to take the pairs of other ranks' experts along, [T, H] and [T, K] on a GPU, by sizes alone.
 
         Not of one expert: Transformers counts its pairs in a way that makes the host wait, too.
         """
@@ -140,19 +141,19 @@ class Experts:
         return foreign * hidden.shape[1] * hidden.element_size() <= FOREIGN_BYTES and multiplies_in_groups(self.module)
 
     def _unread(self, choices: Tensor, hidden: Tensor, weights: Tensor) -> Tensor:
-        """As `_chosen`, and the host reads nothing: of T * K rows, whatever was chosen."""
-        mine = (choices >= self.range.start) & (choices < self.range.stop)
-        return in_groups(self.module, hidden, torch.where(mine, choices - self.range.start, len(self.range)), weights)
+        """Same as `_chosen`, and the host reads nothing: of T * K rows, whatever was chosen."""
+        own = (choices >= self.range.start) & (choices < self.range.stop)
+        return in_groups(self.module, hidden, torch.where(own, choices - self.range.start, len(self.range)), weights)
 
     def _chosen(self, original: Callable, choices: Tensor, hidden: Tensor, weights: Tensor) -> Tensor:
         """The sum over this rank's experts, for all tokens [T, H]. The host reads once how many pairs there are."""
         if not self.range:
             return torch.zeros_like(hidden)
-        mine = (choices >= self.range.start) & (choices < self.range.stop)
+        own = (choices >= self.range.start) & (choices < self.range.stop)
         # Ordered by the place of the choice, so that in one place every token occurs once: the sum is then taken in
         # the same order each time, on a GPU too.
-        counts = mine.sum(dim=0).tolist()
-        places, tokens = mine.t().nonzero_static(size=sum(counts)).unbind(1)
+        counts = own.sum(dim=0).tolist()
+        places, tokens = own.t().nonzero_static(size=sum(counts)).unbind(1)
         total = hidden.new_zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         if len(tokens):
             chosen = (tokens, places)
@@ -199,14 +200,14 @@ class SortedExperts(Experts):
         flat = hidden.view(experts, -1, hidden.shape[-1]).to(self.state.compute_dtype(hidden))
         if self._sharded:
             blocks = torch.stack([pad_dim(flat[owner.start : owner.stop], 0, most) for owner in owners])
-            mine = all_to_all(blocks, group)[:, : len(self.range)].transpose(0, 1)  # [e, p, T, H]
+            own_blocks = all_to_all(blocks, group)[:, : len(self.range)].transpose(0, 1)  # [e, p, T, H]
         else:
-            mine = all_reduce_backward(flat, group)[own].unsqueeze(1)
-        mine = self._with_weights(functools.partial(self._all, original), mine)
+            own_blocks = all_reduce_backward(flat, group)[own].unsqueeze(1)
+        own_blocks = self._with_weights(functools.partial(self._all, original), own_blocks)
         if self._sharded:
-            blocks = all_to_all(pad_dim(mine.transpose(0, 1), 1, most), group)
+            blocks = all_to_all(pad_dim(own_blocks.transpose(0, 1), 1, most), group)
         else:
-            blocks = gather_replicated(pad_dim(mine.squeeze(1), 0, most), group)
+            blocks = gather_replicated(pad_dim(own_blocks.squeeze(1), 0, most), group)
         in_order = sorted(zip(owners, blocks, strict=True), key=lambda pair: pair[0].start)
         return torch.cat([block[: len(owner)] for owner, block in in_order]).view(hidden.shape).to(hidden.dtype)
 

@@ -36,7 +36,7 @@ ROUNDINGS = ("result", "normal", "factor")
 
 @dataclass(frozen=True)
 class NormKind:
-    """What a norm computes: n = (x - mean) / sqrt(mean square + eps), then n * (offset + weight) + bias.
+    """The function of a norm: n = (x - mean) / sqrt(mean square + eps), then n * (offset + weight) + bias.
 
     Args:
         size: H.
@@ -61,7 +61,7 @@ class NormKind:
 
 @dataclass(frozen=True)
 class FeatureShards:
-    """How the features of a token lie on the ranks that share it.
+    """The division of the features of a token among the ranks that share it.
 
     Args:
         counts: features of each rank of `group`, without padding.

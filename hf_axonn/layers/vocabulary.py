@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def is_vocabulary(embedding: nn.Module) -> bool:
-    """Whether an embedding is a plain look-up, or one that is multiplied by its `embed_scale`."""
+    """Return whether an embedding is a plain look-up, or one that is multiplied by its `embed_scale`."""
     scaled = type(embedding).__name__.endswith("ScaledWordEmbedding") and hasattr(embedding, "embed_scale")
     if not (type(embedding) is nn.Embedding or (isinstance(embedding, nn.Embedding) and scaled)):
         return False
@@ -116,21 +116,21 @@ class Embedding:
         self.module = module
         self.weights = [state.weight_of(module)]
         self.layouts = [weight_layout(WeightKind.VOCABULARY, module.num_embeddings, module.embedding_dim, state.mesh)]
-        state.sharded_layers[module] = self
+        state.add_layer(module, self)
         patch_forward(module, self._forward)
 
     def _forward(self, _original: Callable, ids: Tensor) -> Tensor:
         mesh, module = self.state.mesh, self.module
         check_vocabulary(ids, module.num_embeddings, "token id", mesh, training=module.training)
         own = vocabulary_range(module.num_embeddings, mesh)
-        mine = (ids >= own.start) & (ids < own.stop)
+        is_own = (ids >= own.start) & (ids < own.stop)
         padding = module.padding_idx
         rows = F.embedding(
-            torch.where(mine, ids - own.start, 0),
+            torch.where(is_own, ids - own.start, 0),
             gathered_weight(Product(self.state, self.weights, self.layouts)),
             padding_idx=padding - own.start if padding is not None and padding in own else None,
         )
-        output = all_reduce(torch.where(mine.unsqueeze(-1), rows, 0), mesh.group("x", "y"))
+        output = all_reduce(torch.where(is_own.unsqueeze(-1), rows, 0), mesh.group("x", "y"))
         scale = getattr(module, "embed_scale", None)
         if scale is None:
             return output
@@ -142,12 +142,12 @@ class Embedding:
 
 
 def defers(hidden: Tensor, state: ParallelState) -> bool:
-    """Whether a head that gets this leaves its logits to the loss."""
+    """Return whether a head that gets this leaves its logits to the loss."""
     return state.context.defer_head and (state.context.tokens is not None or hidden.dim() == 3)
 
 
 def own_tokens(hidden: Tensor, state: ParallelState) -> tuple[Tensor, Tokens]:
-    """Of what comes into a head that `defers` this rank's tokens, [1, T/(x*y), H]."""
+    """Return this rank's tokens, [1, T/(x*y), H], of what comes into a head that `defers`."""
     if state.context.tokens is not None:
         return hidden, state.context.tokens
     tokens = Tokens(*hidden.shape[:2], sharded=True)
@@ -166,8 +166,7 @@ class Head:
         self.linear = linear
         self.weights = [state.weight_of(linear)]
         self.layouts = [weight_layout(WeightKind.VOCABULARY, linear.out_features, linear.in_features, state.mesh)]
-        state.has_head = True
-        state.sharded_layers[linear] = self
+        state.add_layer(linear, self)
         patch_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor | DeferredLogits:
@@ -202,7 +201,7 @@ class Head:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What a LoRA of the head adds to logits that nobody has formed yet: low @ up.T.
+    """The addition of a head's LoRA to logits that are not formed yet: low @ up.T.
 
     Args:
         low: [1, T/(x*y), r] of this rank's tokens.
@@ -217,7 +216,7 @@ class LowRank:
 
 
 class DeferredLogits:
-    """Logits that nobody has formed yet: `hidden` [1, T/(x*y), H] of this rank's tokens, and the head to multiply by.
+    """Logits that are not formed yet: `hidden` [1, T/(x*y), H] of this rank's tokens, and the head to multiply by.
 
     In training with labels a parallelized model returns this as `outputs.logits`. Scaling and tanh (soft caps) are
     kept for the loss, which applies them chunk by chunk; whatever else is done with it forms the logits first, as
@@ -251,7 +250,7 @@ class DeferredLogits:
         return self._full
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """What adapters add, (low [T/(x*y), R], up [V/(x*y), R]); `up` is zero-padded like the local logits."""
+        """Return what adapters add, (low [T/(x*y), R], up [V/(x*y), R]); `up` is zero-padded like the local logits."""
         if not self.beside:
             return None, None
         mesh = self.head.state.mesh
@@ -263,7 +262,7 @@ class DeferredLogits:
         return low, pad_dim(torch.cat(ups, dim=-1), 0, self.head.layouts[0].out_size)
 
     def apply_steps(self, logits: Tensor) -> Tensor:
-        """What has been done elementwise to the logits so far."""
+        """Apply to logits what has been done elementwise to these so far."""
         for step in self.steps:
             logits = step(logits)
         return logits
@@ -280,18 +279,18 @@ class DeferredLogits:
     def to(self, *args, **kwargs) -> DeferredLogits | Tensor:
         return self if args == (self.dtype,) and not kwargs else self.full().to(*args, **kwargs)
 
-    def _scaled(self, operation: Callable, other) -> DeferredLogits | Tensor:
+    def _scale(self, operation: Callable, other) -> DeferredLogits | Tensor:
         if isinstance(other, (int, float)):
             return self.then(lambda logits: operation(logits, other))
         return operation(self.full(), other)
 
     def __mul__(self, other):
-        return self._scaled(operator.mul, other)
+        return self._scale(operator.mul, other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other):
-        return self._scaled(operator.truediv, other)
+        return self._scale(operator.truediv, other)
 
     def tanh(self) -> DeferredLogits:
         return self.then(torch.tanh)
@@ -327,7 +326,7 @@ class DeferredLogits:
         if func is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
 
-        def formed(value):
+        def form(value):
             return value.full() if isinstance(value, cls) else value
 
-        return func(*map(formed, args), **{name: formed(value) for name, value in (kwargs or {}).items()})
+        return func(*map(form, args), **{name: form(value) for name, value in (kwargs or {}).items()})

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from hf_axonn.checkpoint.manifest import is_sharded_checkpoint
 from hf_axonn.compat.lightning import sync_control
+from hf_axonn.engine.gradient_sync import averaging
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.lightning.files import load, local_path, open_checkpoint, save, take_ordinary_optimizer
-from hf_axonn.lightning.gradients import averaging, clip_by_norm, clip_by_value, leave_unsynced
+from hf_axonn.lightning.gradients import clip_by_norm, clip_by_value, leave_unsynced
 from hf_axonn.lightning.models import fit_optimizer, model_inside, put_on_grid, without
 from hf_axonn.lightning.processes import GridProcesses
 

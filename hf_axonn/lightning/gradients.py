@@ -1,4 +1,4 @@
-"""Gradients over the grid: averaged over the ranks that saw different samples, and clipped as one model's."""
+"""Gradients over the grid: left unaveraged before the last pass of a step, and clipped as one model's."""
 
 from __future__ import annotations
 
@@ -12,29 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_axonn.accelerator.training import clip_to_norm
-from hf_axonn.compat.replaced import replaced
 from hf_axonn.engine.dtensors import local, whole
-from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.engine.state import parallel_state
-
-
-@contextlib.contextmanager
-def averaging(*models: nn.Module) -> Iterator[None]:
-    """Average gradients after the backward pass inside, but for passes that began inside of `leave_unsynced`.
-
-    Collectives: those of `syncing`.
-    """
-    states = {model: state for model in models if (state := parallel_state(model)) is not None}
-    averaged = [model for model, state in states.items() if state.context.averages]
-    with replaced({(state.context, "averages_itself"): False for state in states.values()}), syncing(*averaged):
-        yield
 
 
 @contextlib.contextmanager
 def leave_unsynced(*models: nn.Module) -> Iterator[None]:
     """Leave the gradients of passes that begin inside as each rank has them: those before the last of a step."""
     states = [state for model in models if (state := parallel_state(model)) is not None]
-    with replaced({(state.context, "no_sync"): True for state in states}):
+    with contextlib.ExitStack() as stack:
+        for state in states:
+            stack.enter_context(state.context.averaging.no_sync())
         yield
 
 

@@ -160,7 +160,8 @@ def put_on_grid(
         for buffer in model.buffers():  # as `convert` on one process
             if dtype is not None and buffer.is_floating_point():
                 buffer.data = buffer.to(dtype)
-    state.context.averages_itself = True  # where a script calls loss.backward(), as under DistributedDataParallel
+    # Where a script calls loss.backward(), as under DistributedDataParallel.
+    state.context.averaging.average_by_itself()
     with without(module, model):
         if module is not model:
             convert(module)

@@ -22,8 +22,9 @@ from hf_axonn.checkpoint.full_state import full_state_dict
 from hf_axonn.checkpoint.manifest import is_sharded_checkpoint
 from hf_axonn.checkpoint.save import finish_saves
 from hf_axonn.compat.lightning import finish_closure
+from hf_axonn.engine.gradient_sync import averaging
 from hf_axonn.lightning.files import load, local_path, open_checkpoint, save, take_ordinary_optimizer
-from hf_axonn.lightning.gradients import averaging, clip_by_norm, clip_by_value, leave_unsynced
+from hf_axonn.lightning.gradients import clip_by_norm, clip_by_value, leave_unsynced
 from hf_axonn.lightning.models import fit_optimizer, put_on_grid, without
 from hf_axonn.lightning.processes import GridProcesses
 from hf_axonn.topology.grid import Grid

@@ -67,7 +67,7 @@ def mean_losses(sums: dict[str, float]) -> dict[str, float]:
     Args:
         sums: by `LossRecord.NAMES`, of one rank or added up over several.
     Returns:
-        `loss_all`, `loss_kept`, `loss_dropped` and `goldfish_dropped_fraction`; the mean of nothing is left out.
+        `loss_all`, `loss_kept`, `loss_dropped` and `goldfish_dropped_fraction`; the mean of nothing is omitted.
     """
     all_sum, all_count, kept_sum, kept_count = (sums[name] for name in LossRecord.NAMES)
     if not all_count:
@@ -87,7 +87,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Targets:
-    """What the tokens of a batch predict.
+    """The targets of the tokens of a batch.
 
     Args:
         tokens: [B * S] int64, IGNORE_INDEX where ignored, goldfish's dropped ones not.
@@ -162,7 +162,7 @@ class CausalLMLoss:
         unmasked_labels: Tensor | None = None,
         ignore_index: int = IGNORE_INDEX,
     ) -> Targets:
-        """What a batch is to predict; arguments as for a call.
+        """Return what a batch is to predict; arguments as for a call.
 
         Raises:
             ValueError: unmasked labels of another shape.
@@ -274,7 +274,7 @@ class CausalLMLoss:
 
     @contextmanager
     def hand_over(self) -> Iterator[list[Tensor]]:
-        """Inside, calls compute nothing: the logits of each are put into the list, and the loss is 0."""
+        """Let calls inside compute nothing: the logits of each are put into the list, and the loss is 0."""
         self._handed = handed = []
         try:
             yield handed
@@ -283,7 +283,7 @@ class CausalLMLoss:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, nobody but the loss wants logits: over a grid they are not gathered, in evaluation either."""
+        """Leave logits to the loss alone inside: over a grid they are not gathered, in evaluation either."""
         self._alone = True
         try:
             yield
@@ -292,7 +292,7 @@ class CausalLMLoss:
 
     @property
     def takes_logits(self) -> bool:
-        """Whether the logits of the pass under way are for the loss alone, or for the caller of `hand_over`."""
+        """True if the logits of the pass under way are for the loss alone, or for the caller of `hand_over`."""
         return self._alone or self._handed is not None
 
 
@@ -319,11 +319,11 @@ def install_causal_lm_loss(model: nn.Module) -> CausalLMLoss:
 
 
 def kept_labels(labels: Tensor, *, shifted: bool) -> Tensor:
-    """How many labels count, as a number on their device."""
+    """Return the number of labels that count, on their device."""
     return (_targets(labels, IGNORE_INDEX, shifted=shifted) != IGNORE_INDEX).sum()
 
 
 def _targets(labels: Tensor, ignore_index: int, *, shifted: bool) -> Tensor:
-    """What each position predicts: [B, S] int64, IGNORE_INDEX where ignored and in the last column of a row."""
+    """Return what each position predicts: [B, S] int64, IGNORE_INDEX where ignored and in the last column of a row."""
     targets = labels.long() if shifted else F.pad(labels.long(), (0, 1), value=ignore_index)[..., 1:]
     return targets if ignore_index == IGNORE_INDEX else targets.masked_fill(targets == ignore_index, IGNORE_INDEX)

@@ -51,11 +51,11 @@ class HeadChunks:
     steps: Callable[[Tensor], Tensor] | None
 
     @classmethod
-    def of(cls, logits: DeferredLogits, targets: Tensor) -> HeadChunks:
+    def from_logits(cls, logits: DeferredLogits, targets: Tensor) -> HeadChunks:
         """The head that has left `logits` to be formed, and targets [B * S]. No communication.
 
         Raises:
-            ValueError: not as many targets as tokens.
+            ValueError: the numbers of targets and tokens differ.
         """
         head, mesh = logits.head, logits.head.state.mesh
         if len(targets) != logits.tokens.count:
@@ -63,7 +63,7 @@ class HeadChunks:
                 f"labels for {len(targets)} tokens, but logits of {list(logits.shape[:2])}, which are "
                 f"{logits.tokens.count}: labels have the shape of input_ids."
             )
-        padding = logits.tokens.padded(mesh) - len(targets)
+        padding = logits.tokens.padded_count(mesh) - len(targets)
         # Token t of rank r is token r * T/(x*y) + t of the batch.
         targets = F.pad(targets.to(logits.hidden.device), (0, padding), value=IGNORE_INDEX)
         return cls(
@@ -79,7 +79,7 @@ class HeadChunks:
         return self.product.state.mesh.group("x", "y")
 
     def spans(self, columns: int) -> Iterator[slice]:
-        """The tokens of each rank that make a chunk, `columns` logits each: as many chunks on every rank of (x, y)."""
+        """Yield the tokens of each rank in a chunk, `columns` logits each: equally many chunks on all (x, y)."""
         parts, tokens = self.targets.shape
         step = max(1, CHUNK_LOGITS // columns // parts // (1 if self.steps is None else 3))
         for begin in range(0, tokens, step):
@@ -90,9 +90,9 @@ class HeadChunks:
         return start_all_gather(local[span], self.group).wait().flatten(0, 1)
 
     def columns_of(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Which targets are this rank's, and their columns here (0 of others)."""
-        mine = (target >= self.own.start) & (target < self.own.stop)
-        return mine, torch.where(mine, target - self.own.start, 0)
+        """Return which targets are this rank's, and their columns here (0 of others)."""
+        is_own = (target >= self.own.start) & (target < self.own.stop)
+        return is_own, torch.where(is_own, target - self.own.start, 0)
 
     def apply_steps(self, logits: Tensor) -> tuple[Tensor, Graph]:
         """Logits after the model's steps, and what `through_steps` takes."""
@@ -163,8 +163,8 @@ class HeadGradients:
             blocks = dtokens.view(len(targets), -1, dtokens.shape[1])
             self.hidden[span] = start_reduce_scatter(blocks, self._chunks.group).wait()
 
-    def of_shard(self) -> Tensor | None:
-        """What a node hands to autograd for the shard of the weight. Launches the reduction over z."""
+    def grad_shard(self) -> Tensor | None:
+        """Return what a node returns to autograd for the shard of the weight. Launches the reduction over z."""
         if self.weight is None:
             return None
         product = self._chunks.product
@@ -176,7 +176,7 @@ def _add_product(dweight: Tensor, dlogits: Tensor, tokens: Tensor, dtype: torch.
 
     What it needs besides is no larger than `dlogits`.
     """
-    if dtype == torch.float16:  # a sum over tokens, which nobody has divided by their number yet
+    if dtype == torch.float16:  # a sum over tokens, not divided by their number yet
         dlogits, tokens = dlogits.to(dweight.dtype), tokens.to(dweight.dtype)
     if dweight.dtype == dlogits.dtype:
         dweight.addmm_(dlogits.t(), tokens)

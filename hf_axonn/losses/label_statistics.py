@@ -36,7 +36,7 @@ MORE = ("mean_logits", "log_sum_sq_probs")
 def label_statistics(
     logits: Tensor | DeferredLogits, targets: Tensor, *, temperature: float = 1.0, more: tuple[str, ...] = ()
 ) -> dict[str, Tensor]:
-    """What is known of each target, by name; 0 where it is ignored.
+    """Return statistics of each target, by name; 0 where it is ignored.
 
     Args:
         logits: [B, S, V], or those that a sharded head has left to be formed.
@@ -56,14 +56,14 @@ def label_statistics(
     if temperature != 1.0:
         logits = logits.then(lambda formed: formed / temperature)
     head, hidden = logits.head, logits.hidden.squeeze(0)
-    chunks = HeadChunks.of(logits, targets)
+    chunks = HeadChunks.from_logits(logits, targets)
     dtype = head.state.compute_dtype(hidden)
     found = _ShardedStatistics.apply(hidden.to(dtype), chunks.product.shards()[0], head.local_bias(), chunks, more)
     return {name: value.flatten()[: len(targets)] for name, value in zip((*ALWAYS, *more), found, strict=True)}
 
 
 def _full_statistics(logits: Tensor, targets: Tensor, temperature: float, more: tuple[str, ...]) -> dict[str, Tensor]:
-    """As `label_statistics`, for [T, V]."""
+    """Same as `label_statistics`, for [T, V]."""
     rows = (targets != IGNORE_INDEX).nonzero().squeeze(-1)
     logits, labels = logits[rows], targets[rows]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
@@ -80,9 +80,9 @@ def _full_statistics(logits: Tensor, targets: Tensor, temperature: float, more: 
     return {name: value.new_zeros(targets.shape).index_put((rows,), value) for name, value in found.items()}
 
 
-def _labelled(chunks: HeadChunks, columns: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _iter_labels(chunks: HeadChunks, columns: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Tokens of each rank, which of all ranks' [x*y * chunk] have a label, and the labels; the same on every rank of
-    (x, y). Chunks without labels are left out."""
+    (x, y). Chunks without labels are skipped."""
     for span in chunks.spans(columns):
         target = chunks.targets[:, span].reshape(-1)
         rows = (target != IGNORE_INDEX).nonzero().squeeze(-1)
@@ -103,13 +103,13 @@ class _ShardedStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, shard, bias, chunks, more):
         ctx.set_materialize_grads(False)
-        gathered = chunks.product.gathered(hidden.dtype)
+        gathered = chunks.product.gather_blocks(hidden.dtype)
         weight = chunks.weight_of(gathered)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         values = {name: hidden.new_zeros(chunks.targets.shape, dtype=wide) for name in (*ALWAYS, *more, "log_total")}
         values["is_top1"] = values["is_top1"].bool()
         with torch.autocast(hidden.device.type, enabled=False):
-            for span, rows, target in _labelled(chunks, weight.shape[0]):
+            for span, rows, target in _iter_labels(chunks, weight.shape[0]):
                 tokens = chunks.gather(hidden, span)[rows]
                 logits = chunks.logits_of(tokens, weight, bias)
                 if chunks.steps is not None:
@@ -131,11 +131,11 @@ class _ShardedStatistics(torch.autograd.Function):
         hidden, bias, entropy, log_total = ctx.saved_tensors
         chunks = ctx.chunks
         chunks.product.check_unchanged(ctx.version)
-        gathered, ctx.gathered = ctx.gathered or chunks.product.gathered(hidden.dtype), None
+        gathered, ctx.gathered = ctx.gathered or chunks.product.gather_blocks(hidden.dtype), None
         weight = chunks.weight_of(gathered)
         gradients = HeadGradients(chunks, hidden, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
-            for span, rows, target in _labelled(chunks, weight.shape[0]):
+            for span, rows, target in _iter_labels(chunks, weight.shape[0]):
                 tokens = chunks.gather(hidden, span)[rows]
                 logits, graph = chunks.apply_steps(chunks.logits_of(tokens, weight, bias))
 
@@ -150,11 +150,11 @@ class _ShardedStatistics(torch.autograd.Function):
                 gradients.add(span, dlogits, tokens, weight, rows)
                 del dlogits, tokens
         dbias = None if gradients.bias is None else gradients.bias.to(bias.dtype)
-        return gradients.hidden, gradients.of_shard(), dbias, None, None
+        return gradients.hidden, gradients.grad_shard(), dbias, None, None
 
 
 def _statistics(logits: Tensor, target: Tensor, chunks: HeadChunks, more: tuple[str, ...]) -> dict[str, Tensor]:
-    """Of [T, v] what `label_statistics` says of a target, and `log_total`, log sum exp of the full row (overwrites
+    """Return of [T, v] the `label_statistics` of a target, and `log_total`, log sum exp of the full row (overwrites
     logits).
 
     Two all-reduces over (x, y).
@@ -166,10 +166,10 @@ def _statistics(logits: Tensor, target: Tensor, chunks: HeadChunks, more: tuple[
     peak = reduce_(best.clone(), chunks.group, op="max")
     # Where other ranks or columns are as high, the lowest id is the most likely token.
     earlier = (best == peak) & (first.squeeze(1) + chunks.own.start < target)
-    mine, column = chunks.columns_of(target)
+    is_own, column = chunks.columns_of(target)
     logits.sub_(peak.unsqueeze(1))
     sums = {
-        "of_target": torch.where(mine, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0),
+        "of_target": torch.where(is_own, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0),
         "earlier": earlier.to(logits.dtype),
     }
     if "mean_logits" in more:  # while the logits are still there
@@ -204,7 +204,7 @@ def _gradient(
     log_total: Tensor,
 ) -> Tensor:
     """[T, v] the gradient of this rank's logits, which are overwritten. No communication."""
-    mine, column = chunks.columns_of(target)
+    is_own, column = chunks.columns_of(target)
     log_softmax = logits.sub_(log_total.unsqueeze(1))
     factor = log_softmax.new_zeros(len(target), 1) if grad_log_probs is None else -grad_log_probs.unsqueeze(1)
     if grad_entropy is not None:
@@ -212,6 +212,6 @@ def _gradient(
     dlogits = log_softmax.exp_().mul_(factor)
     if grad_log_probs is not None:
         rows = torch.arange(len(column), device=column.device)
-        dlogits[rows, column] += torch.where(mine, grad_log_probs, 0)
+        dlogits[rows, column] += torch.where(is_own, grad_log_probs, 0)
     dlogits[:, len(chunks.own) :] = 0
     return dlogits

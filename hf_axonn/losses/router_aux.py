@@ -12,7 +12,7 @@ Which it is a probe decides: the function is called on random logits, with a mas
 z) afterwards, so each rank's own share is multiplied by their number. Nothing is marked in a pass that has neither
 gradients nor labels: ranks that generate do not wait for each other, and have the loss of their own samples.
 
-Over pipe a stage has the routers of its own layers. It adds their sums to those that the stage before has handed on
+Over pipe a stage has the routers of its own layers. It adds their sums to those that the stage before has sent
 with the residual stream, hands them on, and the last one makes the loss of them: that of Switch Transformers is the
 only one that is known to be made of sums, so a model with another one is refused. Gradients go back the same way.
 
@@ -108,11 +108,11 @@ def install_router_loss(state: ParallelState, model: nn.Module) -> None:
         return
     RouterLoss(state, model, getattr(model, model.base_model_prefix))
     if not hasattr(function, "of_one_process"):
-        _names_of(model)[FUNCTION] = _of_all_ranks(function)
+        _names_of(model)[FUNCTION] = _join_ranks(function)
 
 
 def _function_of(model: nn.Module) -> Callable | None:
-    """What the forward of a model with a base model calls `load_balancing_loss_func`; None if it calls no such."""
+    """Return what the forward of a model with a base model calls `load_balancing_loss_func`; None if it calls none."""
     base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
     return _names_of(model).get(FUNCTION) if isinstance(base, nn.Module) and base is not model else None
 
@@ -121,7 +121,7 @@ def _names_of(model: nn.Module) -> dict:
     return getattr(inspect.unwrap(type(model).forward), "__globals__", {})
 
 
-def _of_all_ranks(original: Callable) -> Callable:
+def _join_ranks(original: Callable) -> Callable:
     @functools.wraps(original)
     def function(gate_logits, *args, **kwargs):
         router_loss = getattr(gate_logits, "router_loss", None)
@@ -151,7 +151,7 @@ class RouterLoss:
             self._has_labels = False
 
     def _is_of_all(self) -> bool:
-        """Whether all ranks of (data, z) are in the pass that is under way."""
+        """Return whether all ranks of (data, z) are in the pass that is under way."""
         return torch.is_grad_enabled() or self._has_labels
 
     def _base(self, original: Callable, *args, **kwargs):
@@ -168,14 +168,14 @@ class RouterLoss:
         """The loss of all (data, z). Collectives: those of `switch_loss`, or an all-gather of the logits."""
         mesh = self.state.mesh
         if self.state.context.stage is not None:
-            return self._of_stage(self.state.context.stage, **arguments)
+            return self._stage_loss(self.state.context.stage, **arguments)
         if mesh.size("data", "z") == 1:
             return original(**arguments)
         if _is_of_switch(original):
             return switch_loss(**arguments, mesh=mesh)
-        return original(**_of_all_tokens(arguments, mesh))
+        return original(**_gather_tokens(arguments, mesh))
 
-    def _of_stage(
+    def _stage_loss(
         self,
         stage: StagePass,
         gate_logits: tuple[Tensor, ...],
@@ -183,25 +183,25 @@ class RouterLoss:
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """The loss of the routers of all stages in the last one; elsewhere 0, and `stage.routing` goes on.
+        """The loss of the routers of all stages in the last one; elsewhere 0, and `stage.routing` is sent on.
 
         Collectives: as `switch_loss`, in the last stage.
         """
-        mesh, wanted = self.state.mesh, len(empty_routing(num_experts, "meta"))
-        if stage.routing is not None and len(stage.routing) != wanted:
+        mesh, size = self.state.mesh, len(empty_routing(num_experts, "meta"))
+        if stage.routing is not None and len(stage.routing) != size:
             raise ValueError(
-                f"the auxiliary loss is of {num_experts} experts, but the stage before has handed on sums of "
-                f"{len(stage.routing) // 2}: every layer of a pipeline needs as many experts."
+                f"the auxiliary loss is of {num_experts} experts, but the stage before has sent sums of "
+                f"{len(stage.routing) // 2}: every layer of a pipeline needs the same number of experts."
             )
         counts, probability = _sums(gate_logits, num_experts, top_k, _real(stage, attention_mask), mesh.device)
-        routing = torch.cat([counts.double(), probability.double()])
-        stage.routing = routing if stage.routing is None else stage.routing + routing
+        stage.add_routing(torch.cat([counts.double(), probability.double()]))
+        assert stage.routing is not None
         if not stage.last:
             return stage.routing.new_zeros((), dtype=torch.float32)
         sums, probability = stage.routing.split([num_experts + 1, num_experts])
         counts, probability = sums.detach().to(torch.int64), probability.to(torch.float32)
         if self._is_of_all():
-            counts, probability = _of_all_samples(counts, probability, mesh)
+            counts, probability = _sum_over_samples(counts, probability, mesh)
         return _switch_loss(counts, probability)
 
 
@@ -233,7 +233,7 @@ def switch_loss(
     """
     counts, probability = _sums(gate_logits, num_experts, top_k, attention_mask, gate_logits[0].device)
     if mesh is not None:
-        counts, probability = _of_all_samples(counts, probability, mesh)
+        counts, probability = _sum_over_samples(counts, probability, mesh)
     return _switch_loss(counts, probability)
 
 
@@ -256,8 +256,8 @@ def _sums(
     return counts, probability
 
 
-def _of_all_samples(counts: Tensor, probability: Tensor, mesh: GridMesh) -> tuple[Tensor, Tensor]:
-    """The sums over the samples of all (data, z), in two all-reduces."""
+def _sum_over_samples(counts: Tensor, probability: Tensor, mesh: GridMesh) -> tuple[Tensor, Tensor]:
+    """Return the sums over the samples of all (data, z), in two all-reduces."""
     group = mesh.group("data", "z")
     return reduce_(counts, group), all_reduce(scale_gradient(probability, group.size()), group)
 
@@ -272,7 +272,7 @@ def _switch_loss(counts: Tensor, probability: Tensor) -> Tensor:
 
 @functools.cache
 def _is_of_switch(function: Callable) -> bool:
-    """Whether a function computes `switch_loss`, by a probe."""
+    """Return whether a function computes `switch_loss`, by a probe."""
     if list(inspect.signature(function).parameters) != ARGUMENTS:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -286,8 +286,9 @@ def _is_of_switch(function: Callable) -> bool:
     return all(torch.allclose(theirs, ours, rtol=1e-5) for theirs, ours in pairs)
 
 
-def _of_all_tokens(arguments: dict, mesh: GridMesh) -> dict:
-    """The arguments of a loss with the logits [..., T, E] of the real tokens of all (data, z), and without a mask."""
+def _gather_tokens(arguments: dict, mesh: GridMesh) -> dict:
+    """Return the arguments of a loss with the logits [..., T, E] of the real tokens of all (data, z), and without a
+    mask."""
     group = mesh.group("data", "z")
     logits, mask = arguments["gate_logits"], arguments.get("attention_mask")
     if mask is not None:
@@ -296,8 +297,8 @@ def _of_all_tokens(arguments: dict, mesh: GridMesh) -> dict:
     own = torch.tensor([logits[0].shape[-2]], device=logits[0].device)
     sizes = start_all_gather(own, group).wait().flatten().tolist()
 
-    def gathered(layer: Tensor) -> Tensor:
+    def gather(layer: Tensor) -> Tensor:
         blocks = gather_replicated(pad_dim(scale_gradient(layer, len(sizes)), -2, max(sizes)), group)
         return torch.cat([block.narrow(-2, 0, size) for block, size in zip(blocks, sizes, strict=True)], dim=-2)
 
-    return arguments | {"gate_logits": tuple(map(gathered, logits)), "attention_mask": None}
+    return arguments | {"gate_logits": tuple(map(gather, logits)), "attention_mask": None}

@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_axonn.compat.replaced import replaced
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
 from hf_axonn.losses.causal_lm import CausalLMLoss
@@ -39,7 +38,7 @@ def _forward(state: ParallelState, model: nn.Module, original: Callable, /, *arg
     if kwargs.get("num_items_in_batch") is None or not state.context.items_of_all:
         return original(*args, **kwargs)
     samples = state.mesh.size("data", "z")
-    with replaced({(state.context, "share_factor"): samples}), _calls_of_loss(model, samples) as calls:
+    with state.context.multiplied_shares(samples), _calls_of_loss(model, samples) as calls:
         output = original(*args, **kwargs)
     if not (calls() or _is_of_transformers(model)):
         return output  # of a forward that may have read the number itself
@@ -52,7 +51,7 @@ def _forward(state: ParallelState, model: nn.Module, original: Callable, /, *arg
 
 @contextmanager
 def _calls_of_loss(model: nn.Module, samples: int) -> Iterator[Callable[[], int]]:
-    """Inside, shares that the model's loss function returns are multiplied by `samples`; yields how many calls it has
+    """Multiply shares that the model's loss function returns inside by `samples`; yields how many calls it has
     had. Ours multiplies by itself (`share_factor`)."""
     own: Any = getattr(model, "loss_function", None)
     if isinstance(own, CausalLMLoss):
@@ -79,5 +78,5 @@ def _calls_of_loss(model: nn.Module, samples: int) -> Iterator[Callable[[], int]
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    """Whether Transformers wrote a model's forward: there only loss functions read the number of items."""
+    """Return whether Transformers wrote a model's forward: there only loss functions read the number of items."""
     return inspect.unwrap(type(model).forward).__module__.partition(".")[0] == "transformers"

@@ -52,7 +52,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
         self._kept_of_batch: Tensor | None = None
 
     def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As the base class; 0 in the stages of a pipeline that have no head."""
+        """Same as the base class; 0 in the stages of a pipeline that have no head."""
         stage = self.state.context.stage
         if stage is not None and not stage.last:
             self.calls += 1
@@ -60,7 +60,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
         return super().__call__(logits, *args, **kwargs)
 
     def targets(self, labels: Tensor | None, shift_labels: Tensor | None = None, **options: Any) -> Targets:
-        """As the base class.
+        """Same as the base class.
 
         Raises:
             ValueError: also for labels that are not in the vocabulary (`check_vocabulary`).
@@ -73,10 +73,10 @@ class ShardedCausalLMLoss(CausalLMLoss):
         return found
 
     @contextmanager
-    def smoothed(self, epsilon: float) -> Iterator[None]:
-        """Inside, losses are those of labels smoothed by epsilon, as Transformers' LabelSmoother defines them.
+    def smooth_labels(self, epsilon: float) -> Iterator[None]:
+        """Let losses inside be those of labels smoothed by epsilon, as Transformers' LabelSmoother defines them.
 
-        They are not taken note of: they are not what tokens cost.
+        They are not noted: they are not what tokens cost.
         """
         self._smoothing = epsilon
         try:
@@ -86,7 +86,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
 
     @contextmanager
     def part_of(self, kept_count: Tensor) -> Iterator[None]:
-        """Inside, calls are given parts of a batch that has so many kept tokens: their losses add up to its loss."""
+        """Take calls inside as parts of a batch with this number of kept tokens: their losses add up to its loss."""
         self._kept_of_batch = kept_count
         try:
             yield
@@ -94,17 +94,17 @@ class ShardedCausalLMLoss(CausalLMLoss):
             self._kept_of_batch = None
 
     def note(self, nll: Tensor, targets: Targets, *more: Tensor) -> None:
-        """As the base class."""
+        """Same as the base class."""
         if not self._smoothing:
             super().note(nll, targets, *more)
 
     def weighted_nll(self, logits: Tensor | DeferredLogits, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """As the base class; for `DeferredLogits` the head is applied here."""
+        """Same as the base class; for `DeferredLogits` the head is applied here."""
         if not isinstance(logits, DeferredLogits):
             total, nll = super().weighted_nll(logits, targets, weights)
             return self._smooth(total, logits, weights) if self._smoothing else total, nll
         head = logits.head
-        chunks = HeadChunks.of(logits, targets)
+        chunks = HeadChunks.from_logits(logits, targets)
         hidden = logits.hidden.squeeze(0)
         dtype = self.state.compute_dtype(hidden)
         low, up = logits.low_rank(torch.promote_types(dtype, torch.float32))
@@ -129,9 +129,12 @@ class ShardedCausalLMLoss(CausalLMLoss):
         return (1 - self._smoothing) * total + self._smoothing * spread
 
     def normalize(self, weighted_sum: Tensor, kept_count: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """As the base class. In training without num_items_in_batch: sum * data * z / kept tokens of all ranks, so
-        that the average over data and z that gradients get is right for unequal counts. With num_items_in_batch, in a
-        pass whose loss is divided at its end (losses/shares.py), times what it is divided by."""
+        """Same as the base class.
+
+        In training without num_items_in_batch: sum * data * z / kept tokens of all ranks, so that the average over
+        data and z that gradients get is right for unequal counts. With num_items_in_batch, in a pass whose loss is
+        divided at its end (losses/shares.py), times what it is divided by.
+        """
         if num_items_in_batch is not None and self.state.context.share_factor != 1:
             weighted_sum = weighted_sum * self.state.context.share_factor
         if num_items_in_batch is not None or not torch.is_grad_enabled():
@@ -157,7 +160,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx, hidden, shard, bias, low, up, chunks, weights, count, smoothing, size):
         grad_low, grad_up = ctx.needs_input_grad[3:5]
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        weight = chunks.weight_of(chunks.product.gathered(hidden.dtype))
+        weight = chunks.weight_of(chunks.product.gather_blocks(hidden.dtype))
         gradients = HeadGradients(chunks, hidden, weight, bias, ctx.needs_input_grad[:3])
         dlow = torch.empty_like(low) if grad_low else None
         dup = torch.zeros_like(up) if grad_up else None
@@ -173,14 +176,14 @@ class _ChunkedLoss(torch.autograd.Function):
                     logits.addmm_(beside, up.t())
                 logits, graph = chunks.apply_steps(logits)
                 logits[:, own:] = float("-inf")
-                nll, spread, total, mine, column = _cross_entropy(logits, target, chunks, size if smoothing else 0)
+                nll, spread, total, is_own, column = _cross_entropy(logits, target, chunks, size if smoothing else 0)
                 nlls.append(nll.view(parts, -1))
                 spreads.append(spread.view(parts, -1))
                 if not any(ctx.needs_input_grad):
                     del logits, graph
                     continue
-                share = mine.to(wide) * (1 - smoothing * size)
-                less_target = chunks.product.state.compiled(_softmax_less_target)
+                share = is_own.to(wide) * (1 - smoothing * size)
+                less_target = chunks.product.state.compile_function(_softmax_less_target)
                 dlogits = less_target(logits, total, column, share, kept.to(wide), own, smoothing)
                 dlogits = chunks.through_steps(graph, dlogits)
                 gradients.add_bias(dlogits)
@@ -217,7 +220,7 @@ class _ChunkedLoss(torch.autograd.Function):
             dhidden = (dhidden.to(torch.promote_types(dhidden.dtype, grad.dtype)) * grad).to(dhidden.dtype)
         return (
             dhidden,
-            gradients.of_shard(),
+            gradients.grad_shard(),
             *(None if other is None else other * grad for other in (gradients.bias, *adapters)),
             *(None,) * 5,
         )
@@ -233,24 +236,24 @@ def _cross_entropy(
     (x, y).
     """
     peak = reduce_(logits.max(dim=-1).values, chunks.group, op="max")
-    mine, column = chunks.columns_of(target)
-    exponentiate = chunks.product.state.compiled(_exponentiate)
-    sums = exponentiate(logits, peak, mine, column, len(chunks.own) if spread_over else None)
+    is_own, column = chunks.columns_of(target)
+    exponentiate = chunks.product.state.compile_function(_exponentiate)
+    sums = exponentiate(logits, peak, is_own, column, len(chunks.own) if spread_over else None)
     total, of_target, *every = reduce_(sums, chunks.group)
     ignored, log_total = target == IGNORE_INDEX, total.log()
     nll = torch.where(ignored, 0, log_total - of_target)
     spread = torch.where(ignored, 0, spread_over * log_total - every[0]) if every else torch.zeros_like(nll)
-    return nll, spread, total, mine, column
+    return nll, spread, total, is_own, column
 
 
-def _exponentiate(logits: Tensor, peak: Tensor, mine: Tensor, column: Tensor, spread_over: int | None) -> Tensor:
+def _exponentiate(logits: Tensor, peak: Tensor, is_own: Tensor, column: Tensor, spread_over: int | None) -> Tensor:
     """exp(logits - peak) of [T, v] and [T], in place.
 
-    Returns: [2, T], the sums of a row and what stands at its target's column before exp, 0 where that is not `mine`;
-    with `spread_over` [3, T], with the sums before exp over so many columns, perhaps none. No communication.
+    Returns: [2, T], the sums of a row and what stands at its target's column before exp, 0 where that is not `is_own`;
+    with `spread_over` [3, T], with the sums before exp over that number of columns, perhaps none. No communication.
     """
     logits.sub_(peak.unsqueeze(1))
-    sums = [torch.where(mine, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0)]
+    sums = [torch.where(is_own, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0)]
     if spread_over is not None:
         sums.append(logits[:, :spread_over].sum(dim=-1))
     return torch.stack([logits.exp_().sum(dim=-1), *sums])

@@ -43,7 +43,7 @@ def named_ranges(model: nn.Module) -> Iterator[None]:
         model: with decoder layers in a module list.
     """
     state = parallel_state(model)
-    pattern = LAYER if state is not None and state.regions else PART
+    pattern = LAYER if state is not None and state.compile_options is not None else PART
     with contextlib.ExitStack() as stack:
         stack.enter_context(observe(partial(_mark_begin, state)))
         stack.enter_context(watch_waits(lambda kind, group: _open(f"wait: {kind} over {_axes_of(group, state)}")))

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from hf_axonn.compat.accelerate import epoch_being_read, parallelism_in_use
 from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.consistency import differences, digest_number, gather_json
-from hf_axonn.distributed.mesh import SAME_SAMPLES
+from hf_axonn.distributed.mesh import SAME_SAMPLES, GridMesh
 from hf_axonn.distributed.watchdog.progress import PROGRESS
-from hf_axonn.engine.state import ParallelState
+from hf_axonn.engine.context import PassContext
 from hf_axonn.layers.base import patch_forward
 from hf_axonn.layers.dropout import dropout_names, probability
 
@@ -38,16 +38,15 @@ EARLIER = "a batch among the last {}"  # where this one does not differ
 _ODD = 0x9E3779B97F4A7C1
 
 
-def install_batch_check(state: ParallelState, model: nn.Module) -> None:
+def install_batch_check(check: BatchCheck, context: PassContext) -> None:
     """Check what the model is called with; what its stages are called with has been. The last patch of its forward."""
-    check = state.check_batch = BatchCheck(state, model)
 
     def forward(original: Callable, *args, **kwargs):
-        if state.context.stage is None:
+        if context.stage is None:
             check(args, kwargs)
         return original(*args, **kwargs)
 
-    patch_forward(model, forward)
+    patch_forward(check.model, forward)
 
 
 class BatchCheck:
@@ -58,8 +57,8 @@ class BatchCheck:
     Collectives: where it checks, an all-gather over them of three numbers; where they differ, `gather_texts`.
     """
 
-    def __init__(self, state: ParallelState, model: nn.Module) -> None:
-        self.mesh = state.mesh
+    def __init__(self, mesh: GridMesh, model: nn.Module) -> None:
+        self.mesh = mesh
         self.model = model
         self._passes = {True: 0, False: 0}
         self._read: dict[bool, tuple[int, int] | None] = {True: None, False: None}  # see `epoch_being_read`
@@ -126,7 +125,7 @@ class BatchCheck:
         )
 
     def _uses_random(self) -> bool:
-        """Whether the model drops anything as it now is."""
+        """Return whether the model drops anything as it now is."""
         if not self.model.training:
             return False
         if self._drops is None:

@@ -19,19 +19,15 @@ Without gradients (evaluation, generation) and where dropout is drawn (`keyed_ra
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_axonn.compat.torch import in_backward
-from hf_axonn.compat.transformers import checkpointed_forward, checkpoints_in_forward
-from hf_axonn.engine.state import ParallelState
-from hf_axonn.layers.base import Replicated, innermost, patch_innermost, replaced
+from hf_axonn.layers.base import innermost, patch_innermost
 from hf_axonn.layers.dropout import dropout_names
+from hf_axonn.parallel.region import Region, is_own_method
+from hf_axonn.parallel.sharded_model import ShardedModel
 
 
 # Modes of inductor that put graphs under CUDA graphs: their outputs live in memory that the next replay overwrites,
@@ -39,7 +35,7 @@ from hf_axonn.layers.dropout import dropout_names
 REFUSED_MODES = ("reduce-overhead", "max-autotune")
 
 
-def compile_regions(state: ParallelState, model: nn.Module, **options: Any) -> None:
+def compile_regions(state: ShardedModel, model: nn.Module, **options: Any) -> None:
     """Compile a parallelized model by regions, in place; `model.compile` of a parallelized model. No communication.
 
     The model keeps its modules and the names of its parameters. A second call with the same options does nothing.
@@ -69,21 +65,21 @@ def compile_regions(state: ParallelState, model: nn.Module, **options: Any) -> N
             f"torch.compile over a grid with pipe ({state.grid}) is not supported: omit torch_compile and the dynamo "
             "settings, or use a grid without pipe."
         )
-    if state.regions:
+    if state.compile_options is not None:
         if options != state.compile_options:
             raise ValueError(
                 f"this model is compiled already, with {state.compile_options}, and cannot be with {options}."
             )
         return
     blocks = [module for module in state.blocks if any(True for _ in module.children())]
-    modules = [module for module in (*state.layers, *blocks) if _is_plain_method(innermost(module), module)]
+    modules = [module for module in (*state.layers, *blocks) if is_own_method(innermost(module), module)]
     if not modules:
         raise ValueError(
             f"torch.compile of a {type(model).__name__} over a grid: it is sharded Linear by Linear, without "
             "attention and MLP blocks that are known, so there is nothing to compile. Omit torch_compile."
         )
-    state.compile_options = dict(options)
-    state.regions = {module: Region(state, module, options) for module in modules}
+    state.compile_with(dict(options))
+    state.add_regions({module: Region(state, module, options) for module in modules})
     for module, region in state.regions.items():
         patch_innermost(module, region.forward)
     for module in dict.fromkeys(child for region in modules for child in region.modules()):
@@ -91,61 +87,9 @@ def compile_regions(state: ParallelState, model: nn.Module, **options: Any) -> N
             module.forward = torch.compiler.disable(module.forward)
 
 
-def _is_plain_method(forward: Callable, module: nn.Module) -> bool:
-    """Whether a forward is that of the module's class, and not what somebody has put in its place."""
-    return inspect.ismethod(forward) and forward.__self__ is module
-
-
 def _is_opaque(module: nn.Module) -> bool:
-    """Whether graphs end at a module: it has parameters, or a forward of ours. Not so dropout that drops nothing."""
+    """Return whether graphs end at a module: it has parameters, or a forward of ours; not at dropout that drops
+    nothing."""
     if any(True for _ in module.parameters()):
         return True
     return "forward" in module.__dict__ and any(getattr(module, name) for name in dropout_names(module))
-
-
-class Region:
-    """The code of one module, compiled.
-
-    Args:
-        state: of the model.
-        module: a decoder layer, an attention or an MLP.
-        options: of `torch.compile`.
-    """
-
-    def __init__(self, state: ParallelState, module: nn.Module, options: dict[str, Any]) -> None:
-        self.state = state
-        self.module = module
-        self.plain = checkpointed_forward(module) or type(module).forward
-        self.compiled = torch.compile(self.plain, **options)
-        self.norms = [
-            (norm, layer, innermost(norm))
-            for norm in module.children()
-            if (layer := _norm_on_its_own(state, norm)) is not None
-        ]
-
-    def forward(self, original: Callable, *args, **kwargs):
-        """In place of the module's own forward, which is `original`."""
-        if getattr(self.module, "gradient_checkpointing", False) and self.module.training and checkpoints_in_forward():
-            return original(*args, **kwargs)  # its checkpoint calls `run`
-        return self.run(*args, **kwargs)
-
-    def run(self, *args, **kwargs):
-        """The module's code, compiled where that may be; arguments as those of its forward."""
-        context = self.state.context
-        # In backward it runs again, perhaps after a pass of the model without gradients.
-        if not (context.wants_gradients or in_backward()) or context.random_seed is not None:
-            return self.plain(self.module, *args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for norm, layer, own in self.norms:
-                stack.enter_context(layer.plain_parameters())
-                stack.enter_context(replaced(norm.__dict__, {"forward": own}))
-            return self.compiled(self.module, *args, **kwargs)
-
-
-def _norm_on_its_own(state: ParallelState, module: nn.Module) -> Replicated | None:
-    """The sharded layer of a norm that every rank computes by the norm's own code; None for anything else."""
-    layer = state.sharded_layers.get(module)
-    if type(layer) is not Replicated or any(True for _ in module.children()):
-        return None
-    alone = getattr(module.forward, "__wrapped__", None) == innermost(module)  # nothing but the layer is around it
-    return layer if alone and _is_plain_method(innermost(module), module) else None

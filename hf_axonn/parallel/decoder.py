@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +29,16 @@ from hf_axonn.compat.transformers import checkpoints_in_forward, wrap_checkpoint
 from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.engine.gradient_sync import watch_backward
-from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, split_hidden_states
 from hf_axonn.losses.router_aux import full_router_logits
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
+from hf_axonn.parallel.sharded_model import ShardedModel
 
 
-def install_decoder(state: ParallelState, model: nn.Module, plan: ShardingPlan) -> None:
+def install_decoder(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -> None:
     """Divide the residual stream at the first decoder layer and gather it at the decoder's end, or at the last layer's
     where something other than a norm follows."""
-    layers = state.layers = [model.get_submodule(name) for name in plan.layers]
+    layers = state.layers
     for layer in layers:
         last = plan.ends and layer is layers[-1]
         end = None if not last else "tokens" if plan.final is not None else "full"
@@ -49,17 +50,17 @@ def install_decoder(state: ParallelState, model: nn.Module, plan: ShardingPlan) 
         )
     decoder = model.get_submodule(plan.decoder)
     patch_forward(decoder, functools.partial(_decoder, state, plan.final is None))
-    state.installers |= dict.fromkeys((decoder, *layers))
+    state.refuse_copies(decoder, *layers)
 
 
 def _layer(
-    state: ParallelState, layer: nn.Module, first: bool, end: str | None, original: Callable, /, *args, **kwargs
+    state: ShardedModel, layer: nn.Module, first: bool, end: str | None, original: Callable, /, *args, **kwargs
 ):
-    """A decoder layer: the first takes this rank's tokens, the last hands on `tokens` or gathers the `full` ones."""
+    """Run a decoder layer: the first takes this rank's tokens, the last returns `tokens` or gathers `full` ones."""
     if first:
         hidden, args, kwargs = split_hidden_states(args, kwargs)
         hidden = state.as_residual(hidden)
-        state.context.tokens = state.tokens_of(hidden)
+        state.context.enter_layers(state.tokens_of(hidden))
         if state.context.tokens.sharded:
             hidden = take_tokens(hidden, state.context.tokens, state.mesh)
         args = (hidden, *args)
@@ -81,7 +82,7 @@ def _map_first(output, function: Callable):
     return type(output)((function(output[0]), *output[1:]))
 
 
-def _full_sequence(state: ParallelState, original: Callable, /, *args, **kwargs):
+def _full_sequence(state: ShardedModel, original: Callable, /, *args, **kwargs):
     """A module that needs the full sequence: tokens are gathered over (x, y) for it, every rank does all of its work
     (but for its Linears), and takes its own tokens of the first result."""
     tokens, mesh = state.context.tokens, state.mesh
@@ -99,7 +100,7 @@ def _full_sequence(state: ParallelState, original: Callable, /, *args, **kwargs)
     return _map_first(output, lambda hidden: take_tokens(hidden, tokens, mesh).view(*shape[:-1], -1))
 
 
-def install_recomputation(state: ParallelState, model: nn.Module) -> None:
+def install_recomputation(state: ShardedModel, model: nn.Module) -> None:
     """Let every layer that can be checkpointed run again as it ran at first."""
 
     def forward(checkpointed: list[nn.Module], original: Callable, /, *args, **kwargs):
@@ -118,44 +119,53 @@ def install_recomputation(state: ParallelState, model: nn.Module) -> None:
             patch_forward(module, functools.partial(forward, layers))
 
 
-def _keep_for_recomputation(state: ParallelState, layer: nn.Module) -> None:
-    """A checkpointed layer runs again in backward, when another batch may have passed, so its tokens and the seed of
-    its dropout are put back. With a checkpoint in its forward what then runs is the forward of its class without what
-    was put around it, so its own parameters are put back, too."""
+def _keep_for_recomputation(state: ShardedModel, layer: nn.Module) -> None:
+    """Let the checkpoints of a layer be a `PassKeeper`."""
 
     def wrap(checkpoint: Callable) -> Callable:
-        if getattr(checkpoint, "keeps_pass", False):
-            return checkpoint
-        wrapped = functools.partial(with_pass, checkpoint)
-        wrapped.keeps_pass = True
-        return wrapped
-
-    def with_pass(checkpoint: Callable, function: Callable, *args, **kwargs):
-        region = state.regions.get(layer)
-        if region is not None and isinstance(function, functools.partial) and function.func is region.plain:
-            function = functools.partial(region.run, *function.args[1:], **function.keywords)  # without the layer
-        tokens, seed, count, first = state.context.tokens, state.context.random_seed, state.context.random_count, True
-
-        def run(*inner_args, **inner_kwargs):
-            nonlocal first
-            if first:  # all is in its place, and dropout goes on counting after the layer
-                first = False
-                return function(*inner_args, **inner_kwargs)
-            own = [state.sharded_layers.get(layer), *(its for its in state.readings if its.module is layer)]
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(state.context.with_tokens(tokens))
-                stack.enter_context(state.context.with_seed(seed, count))
-                for reader in own if checkpoints_in_forward() else ():
-                    if hasattr(reader, "plain_parameters"):
-                        stack.enter_context(reader.plain_parameters())
-                return function(*inner_args, **inner_kwargs)
-
-        return checkpoint(run, *args, **kwargs)
+        return checkpoint if isinstance(checkpoint, PassKeeper) else PassKeeper(state, layer, checkpoint)
 
     wrap_checkpointing(layer, wrap)
 
 
-def _decoder(state: ParallelState, ended: bool, original: Callable, /, *args, **kwargs):
+class PassKeeper:
+    """A checkpoint function of a layer that runs again in backward, when another batch may have passed: its tokens
+    and the seed of its dropout are put back.
+
+    With a checkpoint in its forward what then runs is the forward of its class without what was put around it, so its
+    own parameters are put back, too.
+    """
+
+    def __init__(self, state: ShardedModel, layer: nn.Module, checkpoint: Callable) -> None:
+        self.state, self.layer, self.checkpoint = state, layer, checkpoint
+
+    def __call__(self, function: Callable, *args, **kwargs):
+        region = self.state.regions.get(self.layer)
+        if region is not None and isinstance(function, functools.partial) and function.func is region.plain:
+            function = functools.partial(region.run, *function.args[1:], **function.keywords)  # without the layer
+        again, calls = self.state.context.snapshot(), itertools.count()
+
+        def run(*inner_args, **inner_kwargs):
+            if next(calls) == 0:  # all is in its place, and dropout counts on after the layer
+                return function(*inner_args, **inner_kwargs)
+            with again(), self._plain_parameters():
+                return function(*inner_args, **inner_kwargs)
+
+        return self.checkpoint(run, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _plain_parameters(self) -> Iterator[None]:
+        """Put plain tensors in the place of the layer's parameters inside, where nothing around its forward does."""
+        layers, readings = self.state.sharded_layers, self.state.readings
+        readers = [layers.get(self.layer), *(reading for reading in readings if reading.module is self.layer)]
+        with contextlib.ExitStack() as stack:
+            for reader in readers if checkpoints_in_forward() else ():
+                if hasattr(reader, "plain_parameters"):
+                    stack.enter_context(reader.plain_parameters())
+            yield
+
+
+def _decoder(state: ShardedModel, ended: bool, original: Callable, /, *args, **kwargs):
     output = original(*args, **kwargs)
     if isinstance(output, dict) and output.get("attentions") is not None:
         output["attentions"] = tuple(_all_heads(state, weights) for weights in output["attentions"])
@@ -163,7 +173,7 @@ def _decoder(state: ParallelState, ended: bool, original: Callable, /, *args, **
     if stage is not None and not stage.last and isinstance(output, dict):
         _gather_routers(state, output, stage.tokens)
     if tokens is None or not tokens.sharded:
-        state.context.tokens = None
+        state.context.leave_layers()
         return output
 
     def full(hidden: Tensor) -> Tensor:
@@ -182,11 +192,11 @@ def _decoder(state: ParallelState, ended: bool, original: Callable, /, *args, **
     else:
         output = (last(output[0]), *output[1:])
     if not leave:
-        state.context.tokens = None
+        state.context.leave_layers()
     return output
 
 
-def _gather_routers(state: ParallelState, output: dict, tokens: Tokens | None) -> None:
+def _gather_routers(state: ShardedModel, output: dict, tokens: Tokens | None) -> None:
     """Let the router logits of an output be those of all tokens. Collectives: those of `full_router_logits`."""
     if tokens is not None and tokens.sharded and output.get("router_logits") is not None:
         output["router_logits"] = tuple(
@@ -194,7 +204,7 @@ def _gather_routers(state: ParallelState, output: dict, tokens: Tokens | None) -
         )
 
 
-def _all_heads(state: ParallelState, weights: Tensor) -> Tensor:
+def _all_heads(state: ShardedModel, weights: Tensor) -> Tensor:
     """Attention weights [B, own heads, S, S] -> [B, heads, S, S]. All-gather over the axes that divide the heads."""
     if not state.attention_axes:
         return weights
@@ -202,9 +212,9 @@ def _all_heads(state: ParallelState, weights: Tensor) -> Tensor:
     return blocks.movedim(0, 1).flatten(1, 2)
 
 
-def install_causal_lm(state: ParallelState, model: nn.Module) -> None:
+def install_causal_lm(state: ShardedModel, model: nn.Module) -> None:
     """Mark where a pass of the whole model begins, and decide whether its head is left to the loss."""
-    state.know_layers({module: name for name, module in model.named_modules()})
+    state.plan_gathers({module: name for name, module in model.named_modules()})
     signature = inspect.signature(model.forward)
 
     def forward(original: Callable, *args, **kwargs):
@@ -212,12 +222,10 @@ def install_causal_lm(state: ParallelState, model: nn.Module) -> None:
             for parameter in model.parameters():
                 if isinstance(parameter, DTensor):
                     follow_dtype(parameter)
-        state.context.begin_forward(state.weights)
-        state.context.in_forward = True
         given = signature.bind_partial(*args, **kwargs).arguments
         logits_to_keep = given.get("logits_to_keep", 0)
         loss = getattr(model, "loss_function", None)
-        state.context.defer_head = (
+        defer_head = (
             isinstance(loss, ShardedCausalLMLoss)
             and (loss.takes_logits or (model.training and torch.is_grad_enabled()))
             and given.get("labels") is not None
@@ -225,6 +233,7 @@ def install_causal_lm(state: ParallelState, model: nn.Module) -> None:
             and isinstance(logits_to_keep, int)
             and logits_to_keep == 0
         )
+        state.context.begin_forward(state.weights, whole_model=True, defer_head=defer_head)
         try:
             output = original(*args, **kwargs)
         finally:
@@ -241,7 +250,7 @@ def install_causal_lm(state: ParallelState, model: nn.Module) -> None:
         model.generate = functools.partial(_generate, state, model, model.generate)
 
 
-def _base_model(state: ParallelState, model: nn.Module, original: Callable, /, *args, **kwargs):
+def _base_model(state: ShardedModel, model: nn.Module, original: Callable, /, *args, **kwargs):
     """The model without its head, which may also be called on its own."""
     if state.context.in_forward:
         return original(*args, **kwargs)
@@ -251,8 +260,8 @@ def _base_model(state: ParallelState, model: nn.Module, original: Callable, /, *
     return output
 
 
-def _generate(state: ParallelState, model: nn.Module, original: Callable, /, *args, **kwargs):
-    """Every forward uses weights gathered over z, so with a cache all ranks go on until the longest row is done.
+def _generate(state: ShardedModel, model: nn.Module, original: Callable, /, *args, **kwargs):
+    """Generate on all ranks until the longest row is done, with a cache: every forward uses weights gathered over z.
 
     The weights are gathered once for the call. Memory: those of a model on the same grid with z = 1.
     """
@@ -260,7 +269,7 @@ def _generate(state: ParallelState, model: nn.Module, original: Callable, /, *ar
     choices = (kwargs.get("use_cache"), *(getattr(given, "use_cache", None) for given in settings))
     if next((choice for choice in choices if choice is not None), None) is not False:
         kwargs.setdefault("synced_gpus", True)
-    # Without a cache Transformers fails for a rank that is done and goes on: it lengthens the mask, not the tokens.
+    # Without a cache Transformers fails for a rank that is done and continues: it lengthens the mask, not the tokens.
     # The first forward uses every weight, so none is gathered later and a rank may stop by itself.
     with state.context.gather_cache.keep_everything():
         return original(*args, **kwargs)

@@ -138,14 +138,14 @@ def _check_quantization(kwargs: dict[str, Any], grid: Grid) -> None:
     """Refuse weights that stay quantized otherwise than in 4 bits; a GGUF file is always dequantized."""
     from transformers import GgufConfig
 
-    wanted = kwargs.get("quantization_config")
+    config = kwargs.get("quantization_config")
     if kwargs.get("gguf_file"):
-        if wanted is not None and not getattr(wanted, "dequantize", False):
+        if config is not None and not getattr(config, "dequantize", False):
             raise ValueError("GGUF weights are trained dequantized: omit quantization_config.")
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
-    elif wanted is not None and grid.size > 1 and not getattr(wanted, "load_in_4bit", False):
+    elif config is not None and grid.size > 1 and not getattr(config, "load_in_4bit", False):
         raise ValueError(
-            f"quantized weights cannot be sharded, but for bitsandbytes' 4 bits: {type(wanted).__name__} asks for "
+            f"quantized weights cannot be sharded, but for bitsandbytes' 4 bits: {type(config).__name__} asks for "
             "others. Take BitsAndBytesConfig(load_in_4bit=True), omit quantization_config, or save them "
             "dequantized."
         )

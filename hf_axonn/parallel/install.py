@@ -1,13 +1,15 @@
-"""From a plan to a sharded model: DTensors for parameters, and a sharded layer for every module that has some.
+"""The way from a plan to a sharded model: DTensors for parameters, and a sharded layer for every module that has some.
 
 `parallelize` calls `shard_parameters`, then `install_layers`. Neither communicates.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -16,16 +18,15 @@ from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan
 from hf_axonn.architectures.weight_kinds import vocabulary_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss, output_embedding, text_config
-from hf_axonn.engine.dtensors import distributed, shard_placements
+from hf_axonn.engine.dtensors import distribute_parameter, shard_placements
 from hf_axonn.engine.four_bit import elements_of
 from hf_axonn.engine.linears import is_conv1d, is_linear
 from hf_axonn.engine.report import Entry
-from hf_axonn.engine.state import ParallelState
-from hf_axonn.layers.base import FullLinear, Reading, Replicated
-from hf_axonn.layers.block import Block, Column, Row, install_heads
+from hf_axonn.layers.base import FullLinear, Replicated, patch_forward
+from hf_axonn.layers.block import Column, Row
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.gathered import GatheredParameters
-from hf_axonn.layers.latent_attention import LatentColumn, install_latent
+from hf_axonn.layers.latent_attention import LatentColumn, install_latent, rotary_hook
 from hf_axonn.layers.moe import experts_layer, is_experts
 from hf_axonn.layers.norms import FeatureNorm, HeadNorm
 from hf_axonn.layers.vocabulary import Embedding, Head
@@ -33,11 +34,12 @@ from hf_axonn.losses.router_aux import install_router_loss
 from hf_axonn.losses.shares import install_shares
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.parallel.decoder import install_causal_lm, install_decoder, install_recomputation
+from hf_axonn.parallel.sharded_model import ShardedModel
 from hf_axonn.topology.heads import Heads, feature_slice
 from hf_axonn.topology.weight_kind import WeightKind
 
 
-def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: ParallelState) -> None:
+def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: ShardedModel) -> None:
     """Replace every parameter by a DTensor; a parameter that several modules share stays shared. No communication.
 
     A model of which nothing is sharded keeps its parameters as they are, as under DistributedDataParallel.
@@ -56,23 +58,21 @@ def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: Para
             if id(parameter) not in made:
                 kind = kinds.get(id(parameter), WeightKind.REPLICATED)
                 placements = shard_placements(kind, transposed=id(parameter) in transposed)
-                sharded = made[id(parameter)] = distributed(parameter, placements, mesh)
+                sharded = made[id(parameter)] = distribute_parameter(parameter, placements, mesh)
                 kinds[id(sharded)] = kind
                 made[id(sharded)] = sharded  # the new id must not be taken for an old one's
             module._parameters[name] = made[id(parameter)]
 
 
 def install_layers(
-    model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind], state: ParallelState, layout: LayoutChoice
+    model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind], state: ShardedModel, layout: LayoutChoice
 ) -> None:
     """Replace the forward of every module that has parameters, and write the report. No communication.
 
     Later steps wrap what earlier ones have installed: dropout and norms need the blocks around them, the decoder and
     the loss need all layers.
     """
-    state.features = layout.features
-    state.full_sequence = set(plan.full_sequence)
-    state.work_axes = _work_axes(model, plan, state)
+    state.take_plan(model, plan)
     _install_vocabulary(model, plan, state)
     for block in plan.blocks:
         _install_block(model, block, state)
@@ -86,7 +86,7 @@ def install_layers(
         install_decoder(state, model, plan)
     install_recomputation(state, model)
     for reader in find_readers(model)[0]:
-        Reading(state, reader)
+        state.add_reading(reader)
     install_causal_lm(state, model)
     install_router_loss(state, model)
     install_shares(state, model)
@@ -95,16 +95,15 @@ def install_layers(
         model.loss_function = ShardedCausalLMLoss(state, vocabulary)
 
 
-def _note(state: ParallelState, name: str, module: nn.Module, kind: WeightKind, reason: str = "") -> None:
+def _note(state: ShardedModel, name: str, module: nn.Module, kind: WeightKind, reason: str = "") -> None:
     """Write a module into the report."""
     report = state.report
-    assert report is not None
     own = [each for each in module._parameters.values() if each is not None and id(each) not in report.counted]
     report.counted.update(map(id, own))
     report.entries.append(Entry(name or "(root)", kind, sum(map(elements_of, own)), reason))
 
 
-def _remaining(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, nn.Module]]:
+def _remaining(model: nn.Module, state: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
     """Modules with parameters that no step has taken yet."""
     for name, module in model.named_modules():
         if getattr(module, "elsewhere", False):  # of another stage of a pipeline
@@ -115,34 +114,19 @@ def _remaining(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, nn
             yield name, module
 
 
-def _heads(block: BlockPlan, state: ParallelState) -> Heads | None:
-    """How the heads of attention are divided; None for an MLP."""
-    return Heads.divide(block.query, block.kv, state.mesh) if block.query else None
-
-
-def _work_axes(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> dict[str, tuple[str, ...]]:
-    """Name of a module -> on which of (x, y) ranks do different work inside of it (`ParallelState.axes`)."""
-    axes = {name: ("x", "y") for name in (*plan.layers, *(plan.final or ()))}
-    axes |= {name: () for name in plan.full_sequence}
-    axes |= {name: ("x", "y") for name, module in model.named_modules() if is_experts(module)}
-    for block in plan.blocks:
-        heads = _heads(block, state)
-        axes[block.entry] = heads.axes if heads else ("x", "y")
-        axes |= {name: () for name in block.latent}
-    return axes
-
-
-def _install_vocabulary(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> None:
+def _install_vocabulary(model: nn.Module, plan: ShardingPlan, state: ShardedModel) -> None:
     names = {module: name for name, module in model.named_modules()}
     for module in vocabulary_modules(model, plan):
         layer = Embedding if isinstance(module, nn.Embedding) else Head
         state.install(module, functools.partial(layer, state))
+        if layer is Head:
+            state.set_head(defers=True)
         _note(state, names[module], module, WeightKind.VOCABULARY)
 
 
-def _install_block(model: nn.Module, block: BlockPlan, state: ParallelState) -> None:
+def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> None:
     """Attention or an MLP: its column layers, its row layer, the way in, and the numbers of heads that it sees."""
-    heads = _heads(block, state)
+    heads = state.heads_of(block)
     linears = [model.get_submodule(name) for name in block.columns]
     last, entry = model.get_submodule(block.row), model.get_submodule(block.entry)
     row = Row(state, last, heads)
@@ -151,24 +135,56 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ParallelState) -> 
         columns = [LatentColumn(state, [linear], heads, [segments]) for linear, segments in pairs]
     else:
         columns = [Column(state, linears, heads, list(block.segments))]
+    state.refuse_copies(entry)  # unless it is one of the Linears
     for column in columns:
         for index, linear in enumerate(column.linears):
-            state.installers[linear] = [functools.partial(column.install_copy, index)]
-    state.installers[last] = [row.install_copy]
-    state.installers.setdefault(entry, None)
+            state.install_copies_by(linear, functools.partial(column.install_copy, index))
+    state.install_copies_by(last, row.install_copy)
     if block.latent:
-        install_latent(state, entry, columns, row, model.get_submodule(block.latent[0]))
+        install_latent(state, entry, row)
+        if row.axes:
+            state.install(model.get_submodule(block.latent[0]), rotary_hook(state, entry, row))
     else:
-        state.blocks[entry] = Block(state, entry, columns[0], row)
+        state.add_block(entry, columns[0], row)
     if heads is not None:
-        install_heads(state, entry, heads, block)
+        _install_heads(state, entry, heads, block)
     reason = heads.why(state.mesh) if heads else ""
     for name, linear in zip(block.columns, linears, strict=True):
         _note(state, name, linear, WeightKind.COLUMN, reason)
     _note(state, block.row, last, WeightKind.ROW, reason)
 
 
-def _install_dropout(model: nn.Module, state: ParallelState) -> None:
+def _install_heads(state: ShardedModel, attention: nn.Module, heads: Heads, block: BlockPlan) -> None:
+    """Let attention see this rank's numbers of heads, and its own heads of arguments that have them all."""
+    mesh = state.mesh
+    query, kv = heads.own_query(mesh), heads.own_kv(mesh)
+    if heads.replicate_kv and hasattr(attention, "num_key_value_groups"):
+        attention.num_key_value_groups = query // kv
+    for name, kind in block.attributes.items():
+        owner, _, attribute = name.rpartition(".")
+        if owner:
+            # The config belongs to the full model.
+            setattr(attention, owner, copy.copy(getattr(attention, owner)))
+        target = getattr(attention, owner) if owner else attention
+        total, own = (heads.query, query) if kind == "query" else (heads.kv, kv)
+        setattr(target, attribute, getattr(target, attribute) * own // total)
+    if block.arguments and heads.axes:
+        signature = inspect.signature(attention.forward)
+        rows, _ = feature_slice(heads.query, mesh, *heads.axes)
+
+        def forward(original: Callable, *args, **kwargs):
+            given = signature.bind(*args, **kwargs)
+            for name in block.arguments:
+                value = given.arguments.get(name)
+                if value is not None:
+                    by_head = value.view(-1, heads.query, *value.shape[1:])
+                    given.arguments[name] = by_head[:, rows].flatten(0, 1)
+            return original(*given.args, **given.kwargs)
+
+        patch_forward(attention, forward)
+
+
+def _install_dropout(model: nn.Module, state: ShardedModel) -> None:
     for name, module in model.named_modules():
         attributes = dropout_names(module)
         if attributes:
@@ -178,14 +194,14 @@ def _install_dropout(model: nn.Module, state: ParallelState) -> None:
             state.install(module, functools.partial(_keyed_dropout, state, axes, attributes))
 
 
-def _install_experts(model: nn.Module, state: ParallelState) -> None:
+def _install_experts(model: nn.Module, state: ShardedModel) -> None:
     for name, module in _remaining(model, state):
         if is_experts(module):
             state.install(module, functools.partial(experts_layer(module), state))
             _note(state, name, module, WeightKind.EXPERTS)
 
 
-def _install_linears(model: nn.Module, kinds: dict[int, WeightKind], state: ParallelState) -> None:
+def _install_linears(model: nn.Module, kinds: dict[int, WeightKind], state: ShardedModel) -> None:
     """Linears on their own."""
     for name, module in _remaining(model, state):
         if is_linear(module) and kinds.get(id(module.weight)) == WeightKind.LINEAR:
@@ -193,7 +209,7 @@ def _install_linears(model: nn.Module, kinds: dict[int, WeightKind], state: Para
             _note(state, name, module, WeightKind.LINEAR)
 
 
-def _install_gathered(model: nn.Module, kinds: dict[int, WeightKind], state: ParallelState) -> None:
+def _install_gathered(model: nn.Module, kinds: dict[int, WeightKind], state: ShardedModel) -> None:
     """Modules with large parameters of which nothing else is known."""
     for name, module in _remaining(model, state):
         parameters = module._parameters.items()
@@ -204,11 +220,11 @@ def _install_gathered(model: nn.Module, kinds: dict[int, WeightKind], state: Par
             _note(state, name, module, WeightKind.GATHERED)
 
 
-def _install_replicated(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> None:
+def _install_replicated(model: nn.Module, plan: ShardingPlan, state: ShardedModel) -> None:
     """All that is left. Attention's own parameters have a row for each query head: a rank uses those of its heads."""
     own_rows: dict[str, slice] = {}
     for block in plan.blocks:
-        if heads := _heads(block, state):
+        if heads := state.heads_of(block):
             own_rows[block.entry], _ = feature_slice(heads.query, state.mesh, *heads.axes)
     for name, module in _remaining(model, state):
         axes = state.axes(name)
@@ -216,7 +232,7 @@ def _install_replicated(model: nn.Module, plan: ShardingPlan, state: ParallelSta
         _note(state, name, module, WeightKind.REPLICATED, _why_replicated(module))
 
 
-def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, state: ParallelState) -> None:
+def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, state: ShardedModel) -> None:
     """Norms on the residual stream, and norms over the features of all heads."""
     for module, kind in layout.norms.items():
         state.install(module, functools.partial(FeatureNorm, state, kind=kind))
@@ -230,7 +246,7 @@ def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, s
                 )
 
 
-def _keyed_dropout(state: ParallelState, axes: tuple[str, ...], names: list[str], module: nn.Module) -> None:
+def _keyed_dropout(state: ShardedModel, axes: tuple[str, ...], names: list[str], module: nn.Module) -> None:
     install_dropout(state, module, axes, probability(module, *names))
 
 

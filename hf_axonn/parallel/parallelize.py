@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.architectures.feature_layout import choose_layout
-from hf_axonn.architectures.plan import plan_for
+from hf_axonn.architectures.feature_layout import LayoutChoice, choose_layout
+from hf_axonn.architectures.plan import ShardingPlan, plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
 from hf_axonn.compat.dtensor_numbers import meet_plain_tensors, total_norm_by
@@ -38,7 +38,7 @@ from hf_axonn.engine.loss_scaling import check_gradients_together
 from hf_axonn.engine.optimizer_steps import step_on_shards
 from hf_axonn.engine.parameter_counts import get_memory_footprint, num_parameters
 from hf_axonn.engine.report import Report
-from hf_axonn.engine.state import ParallelState, is_parallelized
+from hf_axonn.engine.state import is_parallelized
 from hf_axonn.losses.router_aux import check_routers
 from hf_axonn.parallel.adapters.checks import check_adapters, check_plan
 from hf_axonn.parallel.adapters.install import install_adapters, without_wrappers
@@ -52,6 +52,7 @@ from hf_axonn.parallel.pipeline.forward import install_pipeline
 from hf_axonn.parallel.pipeline.norms import norm_of_all
 from hf_axonn.parallel.pipeline.pipeline import Pipeline
 from hf_axonn.parallel.pipeline.stages import divide
+from hf_axonn.parallel.sharded_model import ShardedModel
 from hf_axonn.topology.grid import Grid
 
 
@@ -82,11 +83,25 @@ def parallelize(
         parameters and buffers.
     """
     config = join_settings("parallelize", grid, config)
-    grid = config.grid
-    if grid.size == 1:
-        return model, Report(str(grid), "one rank, the model is untouched")
-    check_versions()
+    if config.grid.size == 1:
+        return model, Report(str(config.grid), "one rank, the model is untouched")
     inner = without_peft(model)
+    device_type = _check(model, inner, config)
+    plan, layout = _plan(inner, config)
+    state = _apply(inner, plan, layout, config, device_type)
+    for either in (inner, model):
+        vars(either)["compile"] = functools.partial(compile_regions, state, inner)
+    return model, state.report
+
+
+def _check(model: nn.Module, inner: nn.Module, config: AxonnConfig) -> str:
+    """First phase: refuse what cannot be sharded, whatever the plan. Changes nothing; returns the type of the device.
+
+    Args:
+        inner: the model without PEFT's wrapper around it.
+    Raises, collectives: as `parallelize`; of collectives those of `assert_same_on_all_ranks`.
+    """
+    check_versions()
     if is_parallelized(inner):
         raise ValueError(f"this model is sharded over the grid {inner.axonn.grid} already.")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -96,8 +111,8 @@ def parallelize(
         )
     refuse_quantized(inner)
     check_adapters(model)
-    if grid.pipe > 1:
-        _check_pipe(model, grid)
+    if config.grid.pipe > 1:
+        _check_pipe(model, config.grid)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     device_type = default_device_type() if device.type == "meta" else device.type
     if dist.is_initialized():
@@ -105,68 +120,97 @@ def parallelize(
     watch()
     facts = {"axonn_config": config.to_json()} | versions() | model_facts(model)
     assert_same_on_all_ranks(facts, device_type, "Start every rank with the same program and settings.")
-    state = ParallelState(grid_mesh(grid, device_type), config)
+    return device_type
+
+
+def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutChoice]:
+    """Second phase: decide how the model is sharded, and refuse what does not fit. Changes and communicates nothing.
+
+    Raises:
+        ValueError: one of `check_plan`, `check_four_bit` and `choose_layout`; residual_dtype of a model whose layers
+            are not known.
+    """
+    with without_wrappers(model):  # adapters follow what is done to the model that they adapt
+        plan = plan_for(model)
+    check_plan(model, plan)
+    if config.residual_dtype != "model" and plan.decoder is None:
+        raise ValueError(
+            f"residual_dtype is {config.residual_dtype}, but {type(model).__name__} is sharded Linear by Linear, and "
+            f"its layers are not known ({plan.reason}): omit residual_dtype."
+        )
+    with without_wrappers(model):
+        if any(True for _ in four_bit_modules(model)):
+            check_four_bit(model, weight_kinds(model, plan), config.grid)
+        return plan, choose_layout(model, plan, y=config.grid.y, wanted=config.layout)
+
+
+def _apply(
+    model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, config: AxonnConfig, device_type: str
+) -> ShardedModel:
+    """Third phase: change the model. Collectives: as `parallelize`, but for those of `_check`."""
+    _prepare_process()
+    mesh = grid_mesh(config.grid, device_type)
+    second_scales = pack_four_bit(model)
+    broadcast_all([*model.parameters(), *model.buffers(), *second_scales])
+    before = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    report = Report(str(config.grid), plan.summary(), layout.reason)
+    state = ShardedModel(mesh, config, model, report=report, features=layout.features, names=list(before))
+    with without_wrappers(model):
+        _shard(model, plan, layout, state)
+    model.axonn = state
+    after = set(model.parameters())
+    for parameter in [reference() for reference in before.values()]:
+        if parameter is not None and parameter not in after and not hasattr(parameter, "sharded_as"):
+            cast(Any, parameter).of_other_stage = True  # for an optimizer that has it already
+    install_adapters(state, model)
+    if state.pipeline is not None:
+        state.pipeline.update_modules()
+    _replace_methods(model, state)
+    return state
+
+
+def _prepare_process() -> None:
+    """Let torch, optimizers and PEFT of this process meet sharded parameters. Changes no model."""
     quiet_redistribution()
     read_whole_values()
     meet_plain_tensors(whole_number)
     total_norm_by(norm_of_all)
     check_gradients_together()
-    with without_wrappers(inner):  # adapters follow what is done to the model that they adapt
-        plan = plan_for(inner)
-    check_plan(inner, plan)
-    if config.residual_dtype != "model" and plan.decoder is None:
-        raise ValueError(
-            f"residual_dtype is {config.residual_dtype}, but {type(inner).__name__} is sharded Linear by Linear, and "
-            f"its layers are not known ({plan.reason}): omit residual_dtype."
-        )
-    beside: list[torch.Tensor] = []
-    if any(True for _ in four_bit_modules(inner)):
-        with without_wrappers(inner):
-            check_four_bit(inner, weight_kinds(inner, plan), grid)
-        beside = pack_four_bit(inner)
-    broadcast_all([*inner.parameters(), *inner.buffers(), *beside])
-    before = {name: weakref.ref(parameter) for name, parameter in inner.named_parameters()}
-    with without_wrappers(inner):
-        layout = choose_layout(inner, plan, y=grid.y, wanted=config.layout)
-        report = state.report = Report(str(grid), plan.summary(), layout.reason)
-        kinds = weight_kinds(inner, plan)
-        if grid.pipe > 1:
-            state.features = layout.features
-            plan, stages = divide(inner, plan, state)
-            layout = layout.of(inner)
-            kinds = {id(each): kinds[id(each)] for each in inner.parameters() if id(each) in kinds}
-        shard_parameters(inner, kinds, state)
-        install_layers(inner, plan, kinds, state, layout)
-        install_documents(inner)
-        if grid.pipe > 1:
-            state.pipeline = Pipeline(state, stages, inner, list(before))
-            install_pipeline(inner, state.pipeline)
-        install_batch_check(state, inner)
-    inner.axonn = state
     step_on_shards()
-    after = set(inner.parameters())
-    for parameter in [reference() for reference in before.values()]:
-        if parameter is not None and parameter not in after and not hasattr(parameter, "sharded_as"):
-            cast(Any, parameter).of_other_stage = True  # for an optimizer that has it already
-    install_adapters(state, inner)
-    if state.pipeline is not None:
-        state.pipeline.know_modules()
-    inner.register_load_state_dict_pre_hook(take_shards)
+    watch_peft()
+
+
+def _shard(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, state: ShardedModel) -> None:
+    """Divide the model into stages, shard its parameters and install the sharded layers. No communication."""
+    kinds, stages = weight_kinds(model, plan), None
+    if state.grid.pipe > 1:
+        plan, stages = divide(model, plan, state)
+        layout = layout.of(model)
+        kinds = {id(each): kinds[id(each)] for each in model.parameters() if id(each) in kinds}
+    shard_parameters(model, kinds, state)
+    install_layers(model, plan, kinds, state, layout)
+    install_documents(model)
+    if stages is not None:
+        pipeline = Pipeline(state, stages, model)
+        state.set_pipeline(pipeline)
+        install_pipeline(model, pipeline)
+    install_batch_check(state.check_batch, state.context)
+
+
+def _replace_methods(model: nn.Module, state: ShardedModel) -> None:
+    """Replace methods of the model that would see shards: loading, saving, counting, resizing."""
+    model.register_load_state_dict_pre_hook(take_shards)
     if state.pipeline is not None or state.four_bit:  # else the method of the class counts right
         for count in (num_parameters, get_memory_footprint):
-            if hasattr(inner, count.__name__):
-                vars(inner)[count.__name__] = functools.partial(count, inner)
-    if hasattr(inner, "resize_token_embeddings"):
-        inner.resize_token_embeddings = functools.partial(_refuse_resize, inner)
-    install_save_pretrained(inner)
-    for either in (inner, model):
-        vars(either)["compile"] = functools.partial(compile_regions, state, inner)
-    watch_peft()
-    return model, report
+            if hasattr(model, count.__name__):
+                vars(model)[count.__name__] = functools.partial(count, model)
+    if hasattr(model, "resize_token_embeddings"):
+        model.resize_token_embeddings = functools.partial(_refuse_resize, model)
+    install_save_pretrained(model)
 
 
 def _check_device(device_type: str, backend: str) -> None:
-    """Refuse a model that was left on the CPU by mistake. Where `init_process_group` is told nothing, torch makes a
+    """Refuse a model that was left on the CPU by mistake. Where `init_process_group` gets no backend, torch makes a
     world with gloo for CPUs and NCCL for GPUs; the model would train in it, slowly, on the CPU.
 
     Raises:
@@ -203,12 +247,12 @@ def _refuse_resize(
     """`resize_token_embeddings` of a sharded model: the embedding as it is, if nothing would change."""
     embedding = model.get_input_embeddings()
     size = embedding.weight.shape[0]
-    wanted = size if new_num_tokens is None else new_num_tokens
-    wanted = -(-wanted // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
-    if wanted != size:
+    new_size = size if new_num_tokens is None else new_num_tokens
+    new_size = -(-new_size // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
+    if new_size != size:
         raise ValueError(
-            f"resize_token_embeddings from {size} to {wanted}: the vocabulary of this model is sharded already. Load "
-            "the model with AutoModelForCausalLM.from_pretrained, resize it, and then shard it with "
+            f"resize_token_embeddings from {size} to {new_size}: the vocabulary of this model is sharded already. "
+            "Load the model with AutoModelForCausalLM.from_pretrained, resize it, and then shard it with "
             "hf_axonn.parallelize; or save the resized model once and load that with hf_axonn.from_pretrained."
         )
     return embedding

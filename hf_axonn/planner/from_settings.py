@@ -20,7 +20,7 @@ from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.predict import Prediction
 from hf_axonn.planner.search import GridRanking, plan
 from hf_axonn.planner.shapes import ModelShape
-from hf_axonn.topology.axis_order import ORDER, check_order, written
+from hf_axonn.topology.axis_order import ORDER, check_order, trim_order
 from hf_axonn.topology.grid import divisors
 
 
@@ -251,7 +251,7 @@ def _write_best(section: Mapping[str, Any], job: Job, best: Prediction) -> dict[
     resolved = {key: value for key, value in section.items() if key != "plan"}
     resolved["grid"] = best.grid.as_dict()
     if best.order != ORDER:
-        resolved["order"] = written(best.order, best.grid)
+        resolved["order"] = trim_order(best.order, best.grid)
     if best.job.keep_gathered != job.keep_gathered:
         resolved["keep_gathered"] = best.job.keep_gathered
     if best.pipelined:
@@ -264,7 +264,9 @@ def _explain(resolved: Mapping[str, Any], batch: Batch, ranking: GridRanking) ->
     """Sentences on the best grid, the batch and the grid that comes second."""
     best = ranking.best
     kept = f", keep_gathered {best.job.keep_gathered}" if "keep_gathered" in resolved else ""
-    order = "" if best.order == ORDER else f" with its axes in the order {', '.join(written(best.order, best.grid))}"
+    order = (
+        "" if best.order == ORDER else f" with its axes in the order {', '.join(trim_order(best.order, best.grid))}"
+    )
     notes = [
         f"grid: auto is {best.grid}{order}{kept}, {best.total:.3g} s a step predicted, micro-batches: "
         f"{best.micro_batches}."

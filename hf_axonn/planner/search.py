@@ -24,7 +24,7 @@ from hf_axonn.planner.candidate import Candidate
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.predict import Prediction, fastest_pipeline, predict, predict_candidate, refusal
 from hf_axonn.planner.settings import keep_weights, variants
-from hf_axonn.topology.axis_order import ORDER, check_order, written
+from hf_axonn.topology.axis_order import ORDER, check_order, trim_order
 from hf_axonn.topology.grid import Grid, divisors
 
 
@@ -177,7 +177,7 @@ def other_order(prediction: Prediction) -> Prediction:
     long_axes = [axis for axis in ORDER if getattr(prediction.grid, axis) > 1]
     short = [axis for axis in ORDER if axis not in long_axes]
     orders: Iterable[tuple[str, ...]] = (
-        check_order(written([*order, *short], prediction.grid)) for order in itertools.permutations(long_axes)
+        check_order(trim_order([*order, *short], prediction.grid)) for order in itertools.permutations(long_axes)
     )
     if prediction.grid.pipe > 1:  # what travels along pipe and data is little, or once a step
         ends = (("pipe", "data"), ("data", "pipe"))

@@ -1,4 +1,4 @@
-"""Which process is which rank: the order in which the axes of a grid lie on the machine.
+"""The ranks of processes: the order in which the axes of a grid lie on the machine.
 
 The engine numbers ranks with y innermost, then x, z, pipe, data (grid.py). Launchers number processes machine by
 machine, so the ranks of y are neighbours and have the fastest links. Where another axis is to have them,
@@ -45,8 +45,8 @@ def check_order(order: object) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def written(order: Sequence[str], grid: Grid) -> list[str]:
-    """An order as it is written: without pipe where the grid has no pipeline."""
+def trim_order(order: Sequence[str], grid: Grid) -> list[str]:
+    """Return an order as users write it: without pipe where the grid has no pipeline."""
     return [axis for axis in order if axis != "pipe" or grid.pipe > 1]
 
 
@@ -59,7 +59,7 @@ def rank_at(grid: Grid, order: Sequence[str], place: int) -> int:
 
 
 def take_rank(environ: MutableMapping[str, str]) -> None:
-    """In a process that a launcher started under AXONN_CONFIG: write the rank at its place to RANK.
+    """Write the rank at its place to RANK, in a process that a launcher started under AXONN_CONFIG.
 
     Nothing where no order is given, in processes that such a process starts, and where the number of processes is not
     that of the grid, which is refused later and with more words.

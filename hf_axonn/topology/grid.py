@@ -138,8 +138,8 @@ class GridPosition:
         self.coordinates = coordinates
         self._sizes: dict[tuple[str, ...], int] = {}
 
-    def moved(self, axes: tuple[str, ...], index: int) -> GridPosition:
-        """The position whose index along `axes` together is `index`; the other coordinates stay."""
+    def move(self, axes: tuple[str, ...], index: int) -> GridPosition:
+        """Return the position whose index along `axes` together is `index`; the other coordinates stay."""
         coordinates = dict(self.coordinates)
         for axis in reversed(axes):
             index, coordinates[axis] = divmod(index, getattr(self.grid, axis))

@@ -1,4 +1,4 @@
-"""Which features of a projection a rank works on: heads of attention, or a share of an MLP's intermediate features.
+"""The features of a projection that a rank works on: heads of attention, or a share of an MLP's intermediate features.
 
 A projection's output [N] is a row of segments, one after another: q alone, k alone, or q, k and v packed into one
 weight, or gate and up. In each segment a rank works on
@@ -53,7 +53,7 @@ class Heads:
         raise AssertionError("the empty product divides every number")
 
     def kv_of_own_queries(self, place: GridPosition) -> list[int]:
-        """For each query head of this rank the kv head that it reads."""
+        """Return the kv head that each query head of this rank reads."""
         own = self.query // place.size(*self.axes)
         first = place.index(*self.axes) * own
         return [head // (self.query // self.kv) for head in range(first, first + own)]
@@ -74,7 +74,7 @@ class Heads:
         return len(self.kv_read(place)) if self.replicate_kv else self.kv // place.size(*self.axes)
 
     def why(self, place: GridPosition) -> str:
-        """Why the heads are not divided over all of (x, y), or why k and v are gathered; else nothing."""
+        """Return the reason why heads are not divided over all of (x, y), or k and v are gathered; else nothing."""
         sizes = f"x*y = {place.size('x', 'y')}"
         if self.axes == ("x", "y"):
             return (
@@ -122,7 +122,7 @@ def feature_ranges(size: int, segments: Sequence[str], heads: Heads | None, plac
 
 
 def is_own_slice(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> bool:
-    """Whether the features that a rank works on are those that the product leaves there."""
+    """Return whether the features that a rank works on are those that the product leaves there."""
     return len(segments) == 1 and not (segments[0] == "kv" and heads is not None and heads.replicate_kv)
 
 
@@ -131,23 +131,23 @@ def sent_features(size: int, segments: Sequence[str], heads: Heads | None, place
     product leaves shard i of [N], sharded over the axes, on rank i."""
     axes = ("x", "y") if heads is None else heads.axes
     own, _ = feature_slice(size, place, *axes)
-    receivers = (place.moved(axes, index) for index in range(place.size(*axes)))
-    return [_within(own, _needed(size, segments, heads, receiver)) for receiver in receivers]
+    receivers = (place.move(axes, index) for index in range(place.size(*axes)))
+    return [_within(own, _list_features(size, segments, heads, receiver)) for receiver in receivers]
 
 
 def arriving_features(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> list[list[int]]:
     """The features of [N] that each rank along the axes sends to the one at `place`; the other end of
     `sent_features`."""
     axes = ("x", "y") if heads is None else heads.axes
-    needed = _needed(size, segments, heads, place)
-    senders = (place.moved(axes, index) for index in range(place.size(*axes)))
+    needed = _list_features(size, segments, heads, place)
+    senders = (place.move(axes, index) for index in range(place.size(*axes)))
     return [_within(feature_slice(size, sender, *axes)[0], needed) for sender in senders]
 
 
 def exchanged_features(
     size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition
 ) -> tuple[int, int]:
-    """How many features the rank at `place` sends to others, and how many it gets from them.
+    """Return the number of features that the rank at `place` sends to others, and of those that it gets from them.
 
     The lengths of `sent_features` and `arriving_features` without the rank itself, from ranges alone: a plan asks for
     many grids.
@@ -161,11 +161,11 @@ def exchanged_features(
         return sum(max(0, min(span.stop, within.stop) - max(span.start, within.start)) for span in ranges)
 
     here = place.index(*axes)
-    others = (place.moved(axes, index) for index in range(place.size(*axes)) if index != here)
+    others = (place.move(axes, index) for index in range(place.size(*axes)) if index != here)
     return sum(read(other, own) for other in others), read(place, slice(0, size)) - read(place, own)
 
 
-def _needed(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> list[int]:
+def _list_features(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> list[int]:
     # A dict, because a kv head that several query heads of a rank repeat travels once.
     found = feature_ranges(size, segments, heads, place)
     return list(dict.fromkeys(feature for part in found for span in part.ranges for feature in span))

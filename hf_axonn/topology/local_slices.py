@@ -1,4 +1,4 @@
-"""Which slice of a global tensor lies on a rank. The one place that knows it, for storage, checkpoints and layouts."""
+"""The slice of a global tensor that lies on a rank: one rule for storage, checkpoints and layouts."""
 
 from __future__ import annotations
 

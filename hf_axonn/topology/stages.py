@@ -1,4 +1,4 @@
-"""Which decoder layers a stage of a pipeline has: contiguous ranges, divided by what the layers cost.
+"""The decoder layers of a pipeline's stages: contiguous ranges, divided by what the layers cost.
 
 What stands before the layers (the embedding) belongs to the first stage, what stands after them (the last norm, the
 head and the loss) to the last one. Both weigh, so those stages get fewer layers: of the 126 layers of Llama 3 405B the
@@ -43,7 +43,7 @@ def divide_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, la
     *weights, before, after = _integers([*costs, first, last])
     weights[0] += before
     weights[-1] += after
-    # The smallest bound under which as many stages suffice. Fewer can be cut further: costs are not negative.
+    # The smallest bound under which that number of stages suffices. Fewer can be cut further: costs are not negative.
     low, high = max(weights), sum(weights)
     while low < high:
         middle = (low + high) // 2
@@ -55,7 +55,7 @@ def divide_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, la
 
 
 def as_listed(counts: Sequence[int], layers: int) -> list[range]:
-    """The layers of each stage, of which `counts` says how many each has.
+    """Return the layers of each stage, by their `counts`.
 
     Raises:
         ValueError: they are not all layers.
@@ -68,14 +68,14 @@ def as_listed(counts: Sequence[int], layers: int) -> list[range]:
 
 
 def _integers(costs: Sequence[float]) -> list[int]:
-    """The costs in a unit of which each is a multiple: sums of floats would depend on their order."""
+    """Return the costs as multiples of one unit: sums of floats would depend on their order."""
     exact = [Fraction(cost) for cost in costs]
     unit = math.lcm(*(cost.denominator for cost in exact))
     return [int(cost * unit) for cost in exact]
 
 
 def _stages_under(weights: list[int], bound: int) -> int:
-    """How many stages the layers need where none may cost more than `bound`."""
+    """Return the number of stages that the layers need where none may cost more than `bound`."""
     count, filled = 1, 0
     for weight in weights:
         if filled + weight > bound:

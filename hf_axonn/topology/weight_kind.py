@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class WeightKind(StrEnum):
-    """How a weight is sharded. Prints and serializes as its plain word.
+    """The way a weight is sharded. Prints and serializes as its plain word.
 
     Attributes:
         COLUMN: [N, K] of a projection that begins a block, N over x and K over y.

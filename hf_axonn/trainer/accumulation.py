@@ -26,10 +26,10 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.gradient_sync import watch_backward
-from hf_axonn.engine.state import ParallelState, parallel_state
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.parallel.pipeline.forward import by_row, divisions, is_labels, with_rows
+from hf_axonn.parallel.sharded_model import ShardedModel, sharded_model
 from hf_axonn.trainer.smoothing import loss_to_smooth
 
 
@@ -43,7 +43,7 @@ PADS = {"attention_mask": 0, "position_ids": 0, "seq_idx": -1, "token_type_ids":
 def get_batch_samples(self, original: Callable, *args, **kwargs):
     """Note the batches of a step."""
     batches, items = original(*args, **kwargs)
-    state = parallel_state(self.model)
+    state = sharded_model(self.model)
     self._axonn_step = None
     if state is not None and state.pipeline is not None and batches:
         self._axonn_step = AccumulatedStep(state, batches)
@@ -93,7 +93,7 @@ class AccumulatedStep:
         losses: of the batches, when they have run; None before.
     """
 
-    def __init__(self, state: ParallelState, batches: list[Batch]) -> None:
+    def __init__(self, state: ShardedModel, batches: list[Batch]) -> None:
         assert state.pipeline is not None
         self.state = state
         self.pipeline = state.pipeline
@@ -132,7 +132,7 @@ class AccumulatedStep:
     def _call(self, loss_of: Callable[[Batch], Tensor], batch: Batch, real: tuple[int, int]) -> Tensor:
         """Return the loss of a batch, and tell the stage its size before it was filled up."""
         assert self.state.context.stage is not None
-        self.state.context.stage.real = real
+        self.state.context.stage.set_real(*real)
         return loss_of(batch)
 
     def _fill_up(self, batches: list[Batch]) -> list[Batch]:
@@ -162,10 +162,19 @@ class AccumulatedStep:
         self._taken += 1
         if self._taken == len(self.batches):
             total = self.gradients.loss(self.losses.sum())
-            self.state.context.averages = not self.state.context.no_sync  # which held for earlier batches
+            self.state.context.averaging.begin_pass()  # what held for earlier batches may not for this one
             watch_backward(self.pipeline.model, self.state, total)
             trainer.accelerator.backward(total)
         return loss
+
+
+def from_last_stage(model: nn.Module, value: Tensor | None) -> Tensor | None:
+    """Return what the ranks with the last stage have as `value`; without a pipeline `value` itself.
+
+    Collectives: those of `Pipeline.from_last`.
+    """
+    state = sharded_model(model)
+    return value if state is None or state.pipeline is None else state.pipeline.from_last(value)
 
 
 @functools.cache

@@ -199,7 +199,7 @@ def compute_loss(self, original: Callable, model: nn.Module, *args, **kwargs):
     state = parallel_state(model)
     if state is None or self.args.average_tokens_across_devices:
         return original(model, *args, **kwargs)
-    with replaced({(state.context, "items_of_all"): False}):
+    with state.context.own_items():
         return original(model, *args, **kwargs)
 
 

@@ -92,7 +92,7 @@ def apply_liger_kernel(original: Callable, model: nn.Module, kernel_config: dict
     state = parallel_state(model)
     if state is None:
         return original(model, kernel_config)
-    if state.regions:
+    if state.compile_options is not None:
         raise ValueError("use_liger_kernel on a model that torch.compile has compiled already: omit one of them.")
     inner: Any = without_peft(model)
     settings = _settings(inner, kernel_config)

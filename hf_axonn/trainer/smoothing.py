@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.compat.peft import without_peft
-from hf_axonn.engine.state import parallel_state
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
+from hf_axonn.parallel.sharded_model import sharded_model
 
 
 def compute_loss(
@@ -35,7 +35,7 @@ def compute_loss(
         return original(model, inputs, return_outputs, num_items_in_batch)
     smoother, self.label_smoother = self.label_smoother, None
     try:
-        with loss.smoothed(smoother.epsilon):
+        with loss.smooth_labels(smoother.epsilon):
             return original(model, inputs, return_outputs, num_items_in_batch)
     finally:
         self.label_smoother = smoother
@@ -51,7 +51,7 @@ def loss_to_smooth(trainer, model: nn.Module, inputs: dict[str, Any]) -> Sharded
         return None
     if not (model.training and torch.is_grad_enabled()) or "labels" not in inputs or "shift_labels" in inputs:
         return None
-    state = parallel_state(trainer.accelerator.unwrap_model(model))
+    state = sharded_model(trainer.accelerator.unwrap_model(model))
     if state is None or not (state.has_head or state.pipeline is not None):  # where one stage has the head
         return None
     inner = without_peft(trainer.accelerator.unwrap_model(model))

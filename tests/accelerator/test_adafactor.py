@@ -12,7 +12,7 @@ from transformers.optimization import Adafactor
 
 from hf_axonn.accelerator.adafactor import GridAdafactor, follow_grid
 from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.engine.dtensors import distributed, shard_of, shard_placements
+from hf_axonn.engine.dtensors import distribute_parameter, shard_of, shard_placements
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import full
 from tests.helpers.ranks import all_grids, run_ranks
@@ -55,7 +55,7 @@ def sharded(options: dict, dtype: torch.dtype, grid, *, resume: bool) -> dict[st
     parameters = {}
     for name in SHAPES:
         start = before[name] if resume else nn.Parameter(values(name, 0, dtype))
-        parameters[name] = distributed(start, shard_placements(name), mesh)
+        parameters[name] = distribute_parameter(start, shard_placements(name), mesh)
     optimizer = Adafactor(parameters.values(), **options)
     if resume:
         for name, parameter in parameters.items():

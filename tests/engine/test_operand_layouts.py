@@ -81,7 +81,7 @@ def test_only_a_steady_gain_counts():
 
 def test_times_are_measured_on_operands_of_the_same_strides_and_leave_random_numbers_alone():
     out, a, b = torch.empty(30, 2, 20)[:, 1], torch.empty(16, 64)[:, :30].t(), torch.empty(16, 20)
-    sample = Sample.of(out, a, b)
+    sample = Sample.take(out, a, b)
     made = sample.make()
     assert [(each.shape, each.stride()) for each in made] == [(each.shape, each.stride()) for each in (out, a, b)]
     before = torch.get_rng_state()
@@ -94,7 +94,7 @@ def test_times_are_measured_on_operands_of_the_same_strides_and_leave_random_num
 def test_a_layout_that_cannot_win_is_given_up(monkeypatch):
     seconds = {AS_IS: 0.002, "NN": 0.00198, "TT": 0.001}
     monkeypatch.setattr(matmul_tuning, "cpu_seconds", lambda work: seconds[work.args[0]])
-    sample = Sample.of(torch.empty(2, 2), torch.empty(2, 2), torch.empty(2, 2))
+    sample = Sample.take(torch.empty(2, 2), torch.empty(2, 2), torch.empty(2, 2))
     trials = measure(sample, list(seconds), accumulate=False)
     assert {layout: set(taken) for layout, taken in trials.items()} == {
         layout: {its} for layout, its in seconds.items()
@@ -133,6 +133,6 @@ def test_without_memory_a_shape_stays_as_it_is(monkeypatch, caplog):
             raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(matmul_tuning, "multiply_as", refuse)
-    sample = Sample.of(torch.empty(2, 2), torch.empty(2, 2), torch.empty(2, 2))
+    sample = Sample.take(torch.empty(2, 2), torch.empty(2, 2), torch.empty(2, 2))
     assert fastest(measure(sample, [AS_IS, "NN"], accumulate=False)) == AS_IS
     assert "out of memory" in caplog.text

@@ -20,13 +20,7 @@ from hf_axonn.distributed import collectives
 from hf_axonn.engine import gathering, matmul3d, overlap
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
-from hf_axonn.engine.overlap import (
-    GatherAhead,
-    GradientSchedule,
-    GradientSlot,
-    ReductionQueue,
-    placeholder,
-)
+from hf_axonn.engine.overlap import GatherAhead, GradientSchedule, ReductionQueue
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import rows_of
 from tests.helpers.models import tiny_batch, tiny_model
@@ -65,7 +59,7 @@ def gathering_ahead(keys, size=1, *, dtypes="", **options):
     """Gathers of weights that are as large as their letter is far on in the alphabet."""
     weights = Weights(keys, dtypes)
     ahead = GatherAhead(weights.start, **{"enabled": True, **options})
-    ahead.bundles_of(size, lambda gathering: ord(gathering.key) - ord("a") + 1)
+    ahead.set_bundle_size(size, lambda gathering: ord(gathering.key) - ord("a") + 1)
     return ahead, weights
 
 
@@ -200,31 +194,6 @@ def test_nodes_are_made_so_many_groups_ahead_once_the_order_is_known():
     passes(order, groups, "cabc")
     assert passes(order, groups, "cabc") == [1, 2, 2, 0, 0, 0]  # c is used twice: before the first time
     assert passes(GradientSchedule(distance=0), groups, "abcde") == [None] * 6
-
-
-def test_a_slot_sums_and_empties():
-    slot = GradientSlot()
-    assert slot.take() is None
-    slot.add(lambda: torch.tensor(1.0))
-    slot.add(lambda: torch.tensor(2.0))
-    assert slot.take() == 3
-    assert slot.take() is None
-    slot.add(lambda: torch.tensor(1.0))
-    slot.clear()
-    assert slot.take() is None
-
-
-def test_a_placeholder_holds_no_memory():
-    like = torch.empty(1000, 1000)
-    assert placeholder(like).shape == like.shape
-    assert placeholder(like).untyped_storage().nbytes() == 4
-
-
-def test_a_slot_hands_over_what_it_was_promised():
-    slot, grad = GradientSlot(), torch.tensor(1.0)
-    assert slot.finished(grad) is grad  # nothing was promised: the gradient itself
-    slot.add(lambda: torch.tensor(5.0))
-    assert slot.finished(grad) == 5
 
 
 def frozen(model):

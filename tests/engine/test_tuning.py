@@ -31,7 +31,9 @@ from tests.helpers.ranks import run_ranks
 
 def test_tokens_count_as_equal_up_to_a_power_of_two():
     def key(which, m, k, n, **changes):
-        return Key.of(which, torch.empty(m, n), torch.empty(m, k), torch.empty(k, n), accumulate=False, **changes)
+        return Key.from_operands(
+            which, torch.empty(m, n), torch.empty(m, k), torch.empty(k, n), accumulate=False, **changes
+        )
 
     assert key("forward", 65, 10, 12) == key("forward", 128, 10, 12) == Key(
         "forward", 128, 12, 10, "NN", "float32", "cpu", False
@@ -43,9 +45,9 @@ def test_tokens_count_as_equal_up_to_a_power_of_two():
 
 def test_a_product_that_is_written_in_float32_is_another():
     out, a, b = torch.empty(2, 4), torch.empty(2, 3).bfloat16(), torch.empty(3, 4).bfloat16()
-    names = [Key.of("dweight", each, a, b, accumulate=False).dtype for each in (out.bfloat16(), out)]
+    names = [Key.from_operands("dweight", each, a, b, accumulate=False).dtype for each in (out.bfloat16(), out)]
     assert names == ["bfloat16", "bfloat16 to float32"]
-    assert [each.dtype for each in Sample.of(out, a, b).make()] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert [each.dtype for each in Sample.take(out, a, b).make()] == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
 def test_what_is_timed():
@@ -57,8 +59,8 @@ def test_what_is_timed():
 def test_where_it_never_pays_nothing_is_looked_up(monkeypatch):
     a, b, out = torch.ones(2, 3), torch.ones(3, 4), torch.empty(2, 4)
     asked = []
-    of = Key.of
-    monkeypatch.setattr(Key, "of", lambda *args, **kwargs: asked.append(args) or of(*args, **kwargs))
+    original = Key.from_operands
+    monkeypatch.setattr(Key, "from_operands", lambda *args, **kwargs: asked.append(args) or original(*args, **kwargs))
     tuner = MatmulTuner()
     tuner("forward", out, a, b)
     tuner("forward", out[:0], a[:0], b)  # an empty one is not counted
@@ -67,7 +69,7 @@ def test_where_it_never_pays_nothing_is_looked_up(monkeypatch):
     done.adopt(json.dumps({"version": 1, "steps": STEPS, "choices": []}), same_grid=True)
     done("forward", out.zero_(), a, b)
     assert len(asked) == 1 and torch.equal(out, a @ b)
-    key = of("forward", out, a, b, accumulate=False)
+    key = original("forward", out, a, b, accumulate=False)
     done.adopt(json.dumps({"version": 1, "steps": 0, "choices": [{**key._asdict(), "layout": "TT"}]}), same_grid=False)
     done("forward", out.zero_(), a, b)
     assert len(asked) == 2 and torch.equal(out, a @ b) and not done.counts

@@ -151,7 +151,7 @@ def check_moves(grid):
         generator = seeded(batch)
         hidden = torch.randn(batch, seq, hidden_size, generator=generator)
         tokens = Tokens(batch, seq, sharded=True)
-        padded = tokens.padded(mesh)
+        padded = tokens.padded_count(mesh)
         assert padded % mesh.size("x", "y") == 0 and padded - tokens.count < mesh.size("x", "y")
         flat = pad_dim(hidden.view(-1, hidden_size), 0, padded)
         mine = take_tokens(hidden, tokens, mesh)

@@ -53,7 +53,7 @@ def test_every_rank_is_sent_what_it_needs_once(name, grid):
         arriving = arriving_features(size, segments, heads, mesh)
         assert sorted(its for features in arriving for its in features) == sorted(needed)
         for sender, features in enumerate(arriving):
-            there = mesh.moved(axes, sender)
+            there = mesh.move(axes, sender)
             assert features == sent_features(size, segments, heads, there)[mesh.index(*axes)]
             own, _ = feature_slice(size, there, *axes)
             assert all(own.start <= feature < own.stop for feature in features)

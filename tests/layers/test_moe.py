@@ -462,7 +462,7 @@ def test_the_shards_of_a_cut_make_the_whole(grid):
         assert parts.shape == (grid.z, cut.travels)
         assert torch.equal(cut.block(parts.flatten() if grid.z > 1 else block), block)
         shard = cut.own(parts[mesh.index("z")])
-        assert torch.equal(cut.padded(shard).flatten(), parts[mesh.index("z")])
+        assert torch.equal(cut.pad(shard).flatten(), parts[mesh.index("z")])
         step = -(-7 // grid.z)
         total[own.start : own.stop, :, mesh.index("z") * step :][..., : shard.shape[2]] += shard
     assert torch.equal(total, full)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid
+from hf_axonn.config import AxonnConfig
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.losses.router_aux import RouterLogits
 from hf_axonn.losses.shares import install_shares
 from tests.helpers.float64 import Float64, relative_errors
@@ -159,12 +160,9 @@ class Own(nn.Module):
         return {"loss": (input_ids - labels).sum() / kwargs["num_items_in_batch"]}
 
 
-class Context:
-    items_of_all, share_factor = True, 1
-
-
 def test_a_forward_that_reads_the_number_itself_is_left_alone() -> None:
-    state = SimpleNamespace(mesh=fake_mesh(Grid(z=2), 0), context=Context())
+    mesh = fake_mesh(Grid(z=2), 0)
+    state = ParallelState(mesh, AxonnConfig(grid=mesh.grid))
     model = Own()
     install_shares(state, model)
     assert model(input_ids=torch.tensor(9), labels=torch.tensor(1), num_items_in_batch=4)["loss"] == 2

@@ -13,7 +13,7 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.models.nllb_moe import modeling_nllb_moe
 
 from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.losses.router_aux import RouterLogits, RouterLoss, _is_of_switch, _of_all_ranks, switch_loss
+from hf_axonn.losses.router_aux import RouterLogits, RouterLoss, _is_of_switch, _join_ranks, switch_loss
 from hf_axonn.topology.grid import Grid
 from tests.helpers.devices import moved, rank_device
 from tests.helpers.equality import exact
@@ -82,7 +82,7 @@ def test_other_losses_are_not_taken_for_it():
 
 def test_logits_of_a_plain_model_go_to_the_function_itself():
     logits, more = arguments("mixtral", True)
-    function = _of_all_ranks(modeling_mixtral.load_balancing_loss_func)
+    function = _join_ranks(modeling_mixtral.load_balancing_loss_func)
     assert function(tuple(logits), **more) == modeling_mixtral.load_balancing_loss_func(tuple(logits), **more)
     assert function(None) == 0
 
@@ -101,7 +101,7 @@ def _on_grid(grid, truths):
         router_loss = RouterLoss.__new__(RouterLoss)
         router_loss.state = state
         ours, own = value_and_gradient(
-            _of_all_ranks(FUNCTIONS[name]), mine, more, functools.partial(RouterLogits, router_loss=router_loss)
+            _join_ranks(FUNCTIONS[name]), mine, more, functools.partial(RouterLogits, router_loss=router_loss)
         )
         # Gradients are averaged over (data, z) afterwards.
         torch.testing.assert_close(ours, loss, rtol=1e-7, atol=0)

@@ -131,7 +131,7 @@ def _smoothed() -> None:
             model, _ = parallelize(tiny_model(kind, **changes), grid)
             loss = model.train().loss_function
             own = _share(batch, grid, model)
-            with Float64(), loss.smoothed(0.2), loss.watch(own["labels"]):
+            with Float64(), loss.smooth_labels(0.2), loss.watch(own["labels"]):
                 output = model(**own, num_items_in_batch=5)
                 (output.loss * grid.dp_size).backward()
             sync_gradients(model)
@@ -144,7 +144,7 @@ def _smoothed() -> None:
             # Of logits that are whole, too.
             with Float64():
                 plain = truth(**inputs).logits.detach()
-            with Float64(), loss.smoothed(0.2):
+            with Float64(), loss.smooth_labels(0.2):
                 whole = loss(plain, batch["labels"], num_items_in_batch=5)
             torch.testing.assert_close(whole, expected.detach(), rtol=1e-12, atol=0)
 
@@ -163,7 +163,7 @@ def _few_columns() -> None:
         stock = tiny_model("llama", vocab_size=9)
         expected = LabelSmoother(0.1)(stock(**inputs), batch["labels"], shift_labels=True)
     model, _ = parallelize(tiny_model("llama", vocab_size=9), Grid(x=4))
-    with Float64(), model.train().loss_function.smoothed(0.1):
+    with Float64(), model.train().loss_function.smooth_labels(0.1):
         loss = model(**batch).loss
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=0)
     loss.backward()

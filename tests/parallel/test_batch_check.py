@@ -1,7 +1,5 @@
 """In which passes batches are compared, and what is said where they differ."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,7 +33,7 @@ class Noted(BatchCheck):
 
     def __init__(self, ranks: int) -> None:
         self.compared: list[int] = []
-        super().__init__(SimpleNamespace(mesh=Mesh(ranks)), nn.Linear(1, 1))
+        super().__init__(Mesh(ranks), nn.Linear(1, 1))
 
     def _compare(self, tensors, since) -> None:
         self.compared.append(since.batches)

@@ -24,7 +24,7 @@ from hf_axonn.planner.predict import predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
 from hf_axonn.planner.settings import EXACT, GAIN, ROUNDING, as_text, keep_weights
 from hf_axonn.profiling.read_shape import read_shape, shape_of
-from hf_axonn.topology.axis_order import ORDER, written
+from hf_axonn.topology.axis_order import ORDER, trim_order
 from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT
 from tests.helpers.calls import calls_of
@@ -110,7 +110,7 @@ def test_the_first_places_get_the_order_that_is_fastest_for_them(capsys):
     command = "plan --model gpt-40b --machine perlmutter --gpus 256 --batch-tokens 4.2M --seq 2048".split()
     assert main([*command, "--no-checkpointing"]) == 0
     pasted = capsys.readouterr().out.partition("axonn_config:\n")[2]
-    assert f"  order: [{', '.join(written(free.best.order, free.best.grid))}]" in pasted
+    assert f"  order: [{', '.join(trim_order(free.best.order, free.best.grid))}]" in pasted
     auto = {
         "grid": "auto",
         "plan": AUTO | {"model": "gpt-40b", "machine": "perlmutter", "batch_tokens": "4.2M", "checkpointing": False},
@@ -118,7 +118,7 @@ def test_the_first_places_get_the_order_that_is_fastest_for_them(capsys):
     section, notes = resolve_auto(auto, 256, mixed_precision="bf16")
     config = AxonnConfig.from_mapping(section)
     assert (config.grid, config.order) == (free.best.grid, free.best.order)
-    assert f"with its axes in the order {', '.join(written(free.best.order, free.best.grid))}" in notes[0]
+    assert f"with its axes in the order {', '.join(trim_order(free.best.order, free.best.grid))}" in notes[0]
     section, _ = resolve_auto(auto | {"order": list(ORDER)}, 256, mixed_precision="bf16")
     assert AxonnConfig.from_mapping(section) == AxonnConfig(grid=plain.best.grid)
 

@@ -16,7 +16,7 @@ import yaml
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.planner.time.links import strides
-from hf_axonn.topology.axis_order import ORDER, PLACED, check_order, rank_at, take_rank, written
+from hf_axonn.topology.axis_order import ORDER, PLACED, check_order, rank_at, take_rank, trim_order
 from hf_axonn.topology.grid import AXES, Grid
 from tests.helpers import ROOT
 from tests.helpers.float64 import Float64
@@ -91,8 +91,8 @@ def test_an_order_without_pipe_has_it_inside_of_data():
     assert check_order(["y", "x", "z", "data"]) == ORDER == ("y", "x", "z", "pipe", "data")
     assert check_order(["z", "data", "y", "x"]) == ("z", "pipe", "data", "y", "x")
     assert check_order(["pipe", "z", "x", "data", "y"]) == ("pipe", "z", "x", "data", "y")
-    assert written(ORDER, Grid(z=2)) == ["y", "x", "z", "data"]
-    assert written(ORDER, Grid(pipe=2)) == list(ORDER)
+    assert trim_order(ORDER, Grid(z=2)) == ["y", "x", "z", "data"]
+    assert trim_order(ORDER, Grid(pipe=2)) == list(ORDER)
 
 
 # Each process writes its rank and where it is. More is not imported in it, which takes seconds of each.

@@ -1,4 +1,4 @@
-"""What PEFT can put into or around a model and nobody here can shard: refused by name, before anything is changed."""
+"""Refusals of what PEFT can put into or around a model and a grid cannot have: by name, before anything is changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_axonn.compat.peft import adapter_layers, variant_names, without_peft, wr
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.linears import is_linear
-from hf_axonn.engine.state import ParallelState
+from hf_axonn.parallel.sharded_model import ShardedModel
 
 
 # How PEFT may fill new adapters of a model that is sharded already: the other ways read the weight, or change it.
@@ -91,7 +91,7 @@ DORA_OF_FOUR_BITS = (
 
 
 def _check_sharing(model: nn.Module) -> None:
-    """Two parameters on one memory, as ensure_weight_tying makes them, would go apart when they are sharded."""
+    """Refuse two parameters on one memory, as ensure_weight_tying makes them: sharded they would go apart."""
     owner: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if "lora_" in name and not parameter.is_meta and parameter.numel():
@@ -104,7 +104,7 @@ def _check_sharing(model: nn.Module) -> None:
                 )
 
 
-def check_config(state: ParallelState, model: nn.Module, config) -> None:
+def check_config(state: ShardedModel, model: nn.Module, config) -> None:
     """Refuse adapters that are about to be put into a sharded model. Changes nothing.
 
     Args:
@@ -118,9 +118,9 @@ def check_config(state: ParallelState, model: nn.Module, config) -> None:
     if kind != "LORA":
         raise ValueError(f"PEFT's {kind} is not supported on a model that is sharded over a grid: {WHAT_WORKS}.")
     for field in dataclasses.fields(config):
-        asked = getattr(config, field.name)
+        value = getattr(config, field.name)
         variant = field.metadata.get("is_lora_variant") and field.name != "use_dora"
-        if asked and (variant or field.name in REFUSED_FIELDS):
+        if value and (variant or field.name in REFUSED_FIELDS):
             raise ValueError(f"{field.name} of LoraConfig is not supported over a grid: {WHAT_WORKS}.")
     if config.use_dora:
         adapted = (name for name, module in model.named_modules() if is_four_bit(module))
@@ -134,7 +134,7 @@ def check_config(state: ParallelState, model: nn.Module, config) -> None:
         )
     for name, module in saved_modules(model, config):
         for inner in module.modules():
-            if state.installers.get(inner, ()) is None:
+            if not state.can_copy(inner):
                 raise ValueError(SEVERAL.format(name))
 
 
@@ -143,5 +143,5 @@ REFUSED_FIELDS = ("trainable_token_indices", "layer_replication", "ensure_weight
 
 def saved_modules(model: nn.Module, config) -> list[tuple[str, nn.Module]]:
     """The modules that PEFT will copy for `modules_to_save`: those whose names end in one of them."""
-    wanted = tuple(getattr(config, "modules_to_save", None) or ())
-    return [(name, module) for name, module in model.named_modules() if wanted and name.endswith(wanted)]
+    ends = tuple(getattr(config, "modules_to_save", None) or ())
+    return [(name, module) for name, module in model.named_modules() if ends and name.endswith(ends)]

@@ -3,7 +3,7 @@
     n[N] = sqrt(sum over K of (W + s B A)^2)     every rank squares its own shard; one reduction over (y, x) and z
     o    = m / n * (x W.T + s x A.T B.T) + bias
 
-n counts as a constant in backward, as in the paper. m is replicated; each rank takes the features that it goes on
+n counts as a constant in backward, as in the paper. m is replicated; each rank takes the features that it continues
 with. W is never gathered for n.
 
 Source: Liu et al. 2024 (arXiv 2402.09353), sections 4.2 and 4.3.
@@ -27,7 +27,7 @@ from hf_axonn.parallel.adapters.lora import OwnOutput
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Where this rank's shard lies in the weight [N, K] of a layer that is adapted.
+    """The place of this rank's shard in the weight [N, K] of a layer that is adapted.
 
     Attributes:
         rows, cols: of [N, K]; size: N.
@@ -40,8 +40,8 @@ class ShardPlace:
     transposed: bool
 
     @classmethod
-    def of(cls, base: nn.Module, state: ParallelState) -> ShardPlace:
-        """Of the weight of a Linear or an embedding."""
+    def in_weight(cls, base: nn.Module, state: ParallelState) -> ShardPlace:
+        """Return the place in the weight of a Linear or an embedding."""
         weight = base.weight
         slices = local_slices(weight.shape, weight.placements, state.mesh)
         transposed = is_conv1d(base) or isinstance(base, nn.Embedding)
@@ -59,7 +59,7 @@ class ShardPlace:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, outside of the graph."""
+    """Return what this rank has of a tensor, outside of the graph."""
     return local(tensor).detach()
 
 
@@ -78,7 +78,7 @@ class Dora:
 
     def __init__(self, state: ParallelState, magnitude: nn.Module, base: nn.Module, output: OwnOutput) -> None:
         self.state, self.magnitude, self.base, self.output = state, magnitude, base, output
-        self.place = ShardPlace.of(base, state)
+        self.place = ShardPlace.in_weight(base, state)
         magnitude.get_weight_norm = self._weight_norm
         patch_forward(magnitude, self._embedding if isinstance(base, nn.Embedding) else self._linear)
 
@@ -104,18 +104,18 @@ class Dora:
         return (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
 
     def _embedding(self, _original: Callable, x: Tensor, *, lora_A, lora_B, scaling, base_layer, embed_fn, **_):
-        """As PEFT's: what the embedding's own output is multiplied by, and what is added to that."""
+        """Return, as PEFT's method, what the embedding's own output is multiplied by, and what is added to that."""
         norms = self.norms(lora_A.t(), lora_B.t(), scaling, base_layer.weight.dtype)
         scale = self.output.parameter(self.magnitude.weight) / self._own(norms)
         return scale, scale * (embed_fn(x, lora_A) @ lora_B) * scaling
 
     def _own(self, norms: Tensor) -> Tensor:
-        """Norms of the features that this rank goes on with; 1 for padding, whose magnitude is 0."""
+        """Norms of the features that this rank continues with; 1 for padding, whose magnitude is 0."""
         own = self.output.take(norms)
         return torch.where(own == 0, 1, own)
 
     def _weight_norm(self, weight: Tensor, lora_weight: Tensor, scaling: float, **_) -> Tensor:
-        """What PEFT asks for when it merges: norms of this rank's rows; all is this rank's shard."""
+        """Return what PEFT needs to merge: norms of this rank's rows; all is this rank's shard."""
         weight = weight.t() if self.place.transposed else weight
         norms = row_norms(weight + scaling * lora_weight, self.place, self.state)
         return norms[self.place.rows].to(weight.dtype)

@@ -23,10 +23,9 @@ from hf_axonn.compat.bitsandbytes import is_four_bit
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
 from hf_axonn.distributed.collectives import broadcast_all
 from hf_axonn.distributed.mesh import STAGE
-from hf_axonn.engine.dtensors import distributed, shard_placements
+from hf_axonn.engine.dtensors import distribute_parameter, shard_placements
 from hf_axonn.engine.report import Entry
-from hf_axonn.engine.state import ParallelState
-from hf_axonn.layers.base import Reader, Reading, Replicated, patch_forward
+from hf_axonn.layers.base import Reader, Replicated, patch_forward
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.moe import Experts
 from hf_axonn.layers.vocabulary import Head
@@ -35,12 +34,13 @@ from hf_axonn.parallel.adapters.dora import Dora
 from hf_axonn.parallel.adapters.lora import HeadLora, install_pair, output_of, pair_of
 from hf_axonn.parallel.adapters.merge import Merging, ParameterMerging
 from hf_axonn.parallel.adapters.parameter_lora import ParameterLora
+from hf_axonn.parallel.sharded_model import ShardedModel
 from hf_axonn.topology.weight_kind import WeightKind
 
 
 @contextlib.contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[None]:
-    """While inside, every module that PEFT has wrapped stands in the model in place of its wrapper.
+    """Put every module that PEFT has wrapped in the place of its wrapper inside.
 
     A module that was replaced inside, as one of another stage of a pipeline, does not get its wrapper back.
     """
@@ -61,7 +61,7 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
                 parent._modules[child] = wrapper
 
 
-def install_adapters(state: ParallelState, model: nn.Module) -> None:
+def install_adapters(state: ShardedModel, model: nn.Module) -> None:
     """Shard what PEFT has put into a sharded model since this was called last, and install its sharded layers.
 
     Collectives: `broadcast_all` of the new parameters; the norms of new DoRA layers.
@@ -69,8 +69,8 @@ def install_adapters(state: ParallelState, model: nn.Module) -> None:
     made: dict[int, nn.Parameter] = {}
     names = {module: name for name, module in model.named_modules()}
     for name, wrapper, base in list(wrapped_modules(model)):
-        if _is_new(state, wrapper):
-            if state.regions:
+        if state.claim(wrapper):
+            if state.compile_options is not None:
                 raise ValueError(
                     f"{names[wrapper]} of a compiled model has got an adapter: add adapters before compile (before "
                     "the model is prepared)."
@@ -82,19 +82,11 @@ def install_adapters(state: ParallelState, model: nn.Module) -> None:
             _parameter_lora(state, names, wrapper)
         else:
             _lora(state, names, name, wrapper, base)
-    state.know_layers({module: name for name, module in model.named_modules()})
+    state.plan_gathers({module: name for name, module in model.named_modules()})
 
 
-def _is_new(state: ParallelState, module: nn.Module) -> bool:
-    """Whether a module has not been seen before; it has been, then."""
-    if module in state.adapted:
-        return False
-    state.adapted.add(module)
-    return True
-
-
-def _around(state: ParallelState, names: dict, wrapper: nn.Module, base: nn.Module) -> None:
-    """What a wrapper needs once, whatever the adapters in it."""
+def _around(state: ShardedModel, names: dict, wrapper: nn.Module, base: nn.Module) -> None:
+    """Install what a wrapper needs once, whatever the adapters in it."""
     if base in state.blocks:
         state.blocks[base].around(wrapper)
     child = next((child for child, module in wrapper._modules.items() if module is base), None)
@@ -132,20 +124,20 @@ def _refuse_mixed(_original, *args, **kwargs):
     )
 
 
-def _parameter_lora(state: ParallelState, names: dict, layer: nn.Module) -> None:
+def _parameter_lora(state: ShardedModel, names: dict, layer: nn.Module) -> None:
     """The adapters of one parameter that are new."""
     for adapter, a in layer.lora_A.items():
-        if _is_new(state, a):
+        if state.claim(a):
             _replicate(state, names, a, layer.lora_B[adapter])
 
 
-def _lora(state: ParallelState, names: dict, name: str, layer: nn.Module, base: nn.Module) -> None:
+def _lora(state: ShardedModel, names: dict, name: str, layer: nn.Module, base: nn.Module) -> None:
     """The adapters of one layer that are new."""
     # A Linear that gets the full sequence by itself has its adapter outside of that, on this rank's tokens.
     axes = state.axes(name.rpartition(".")[0]) if name in state.full_sequence else state.axes(name)
     output = output_of(state, base, axes)
     for adapter, a in layer.lora_A.items():
-        if not _is_new(state, a):
+        if not state.claim(a):
             continue
         b = layer.lora_B[adapter]
         _replicate(state, names, a, b)
@@ -161,19 +153,19 @@ def _lora(state: ParallelState, names: dict, name: str, layer: nn.Module, base: 
                 if plain and adapter not in layer.lora_variant:
                     HeadLora(state, a, b)
                 else:
-                    state.has_head = False  # PEFT changes the logits, so they are formed
+                    state.set_head(defers=False)  # PEFT changes the logits, so they are formed
         for module in layer.lora_dropout[adapter].modules():
             if found := dropout_names(module):
                 install_dropout(state, module, dropped, probability(module, *found))
     if layer.lora_embedding_A:
         tables = (layer.lora_embedding_A, layer.lora_embedding_B)
         _replicate(state, names, *tables)
-        if _is_new(state, tables[0]):
+        if state.claim(tables[0]):
             for table in tables:
                 Replicated(state, table, axes)
-            Reading(state, Reader(layer, "forward", tables))
+            state.add_reading(Reader(layer, "forward", tables))
     for adapter, magnitude in (layer.lora_magnitude_vector or {}).items():
-        if _is_new(state, magnitude):
+        if state.claim(magnitude):
             unmeasured = magnitude.__dict__.pop("unmeasured", False)
             _replicate(state, names, magnitude)
             dora = Dora(state, magnitude, base, output)
@@ -182,23 +174,22 @@ def _lora(state: ParallelState, names: dict, name: str, layer: nn.Module, base: 
 
 
 def _copies(
-    state: ParallelState, names: dict, wrapper: nn.Module, original: nn.Module, made: dict[int, nn.Parameter]
+    state: ShardedModel, names: dict, wrapper: nn.Module, original: nn.Module, made: dict[int, nn.Parameter]
 ) -> None:
     """The copies of a module that PEFT trains and saves in full, one for each adapter."""
     entries = {entry.name: entry for entry in state.report.entries}
     for adapter, copy in wrapper.modules_to_save.items():
-        if not _is_new(state, copy):
+        if not state.claim(copy):
             continue
         broadcast_all(filter(_is_plain, copy.parameters()), state.mesh.group(*STAGE))
         for (path, module), like in zip(copy.named_modules(), original.modules(), strict=True):
             for name, parameter in list(module._parameters.items()):
                 if _is_plain(parameter):
                     if id(parameter) not in made:
-                        sharded = distributed(parameter, like._parameters[name].placements, state.mesh)
+                        sharded = distribute_parameter(parameter, like._parameters[name].placements, state.mesh)
                         made[id(parameter)] = made[id(sharded)] = sharded
                     module._parameters[name] = made[id(parameter)]
-            for install in state.installers.get(like) or ():
-                install(module)
+            state.install_copy(like, module)
             entry = entries.get(".".join(filter(None, (names[wrapper], path))))
             if entry is not None:
                 state.report.entries.append(replace(entry, name=names[module]))
@@ -213,7 +204,7 @@ def _is_plain(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
     return parameter is not None and not isinstance(parameter, DTensor)
 
 
-def _replicate(state: ParallelState, names: dict, *modules: nn.Module) -> None:
+def _replicate(state: ShardedModel, names: dict, *modules: nn.Module) -> None:
     """Replicate the parameters of small modules with the values of a stage's first rank. Collectives:
     `broadcast_all`."""
     placements = shard_placements(WeightKind.ADAPTER)
@@ -222,7 +213,7 @@ def _replicate(state: ParallelState, names: dict, *modules: nn.Module) -> None:
     for module in modules:
         new = {name: parameter for name, parameter in module._parameters.items() if _is_plain(parameter)}
         module._parameters.update(
-            {name: distributed(parameter, placements, state.mesh) for name, parameter in new.items()}
+            {name: distribute_parameter(parameter, placements, state.mesh) for name, parameter in new.items()}
         )
         if new:
             entry = Entry(names[module], WeightKind.ADAPTER, sum(parameter.numel() for parameter in new.values()))

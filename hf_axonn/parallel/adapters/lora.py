@@ -41,7 +41,7 @@ def pair_of(layer: nn.Module, adapter: str) -> tuple[Tensor, Tensor]:
 
 
 class OwnOutput:
-    """Which of a layer's output features this rank goes on with: all of them here.
+    """The output features of a layer that this rank continues with: all of them here.
 
     Args:
         axes: of (x, y), on which ranks do different work behind the layer.
@@ -145,7 +145,7 @@ class RowLora:
         mesh, tokens = self.state.mesh, self.state.context.tokens
         if tokens.sharded:
             axes = ("x",) if tokens.features else ("x", "y")
-            flat = pad_dim(down.reshape(tokens.count, -1), 0, tokens.padded(mesh))
+            flat = pad_dim(down.reshape(tokens.count, -1), 0, tokens.padded_count(mesh))
             down = flat.view(mesh.size(*axes), -1, flat.shape[-1])[mesh.index(*axes)]
             down = down.view(*self.row.leading, -1)
         bias = None if self.b.bias is None else self.output.parameter(self.b.bias)

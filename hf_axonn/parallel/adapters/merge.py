@@ -34,7 +34,7 @@ class Merging:
             patch_forward(layer, self._run, method=name)
 
     def _find_place(self) -> None:
-        self.place = ShardPlace.of(self.base, self.state)
+        self.place = ShardPlace.in_weight(self.base, self.state)
 
     def _delta(self, adapter: str) -> Tensor:
         """This rank's shard of what an adapter adds to the weight, as the weight is stored."""
@@ -42,7 +42,7 @@ class Merging:
         delta = self.place.delta(a, b, self.layer.scaling[adapter])
         return delta.t() if self.place.transposed else delta
 
-    def _merged(self) -> list[str]:
+    def _list_merged(self) -> list[str]:
         """Names of the parameters of the layer that is adapted to which PEFT may write."""
         return [name for name in ("weight", "bias") if self.base._parameters.get(name) is not None]
 
@@ -50,7 +50,7 @@ class Merging:
         if self._open:  # DoRA unmerges others while it merges
             return original(*args, **kwargs)
         safe = kwargs.get("safe_merge", args[0] if args else False)
-        with self._shown():
+        with self._show_plain():
             problem = None
             try:
                 original(*args, **kwargs)
@@ -70,10 +70,10 @@ class Merging:
             raise ValueError("merging would leave values that are not finite: the adapter is broken.") from problem
 
     @contextlib.contextmanager
-    def _shown(self) -> Iterator[None]:
-        """While inside, PEFT finds plain tensors; what it does to weight and bias stays, unless there is an error."""
+    def _show_plain(self) -> Iterator[None]:
+        """Let PEFT find plain tensors inside; what it does to weight and bias stays, unless there is an error."""
         layer, base = self.layer, self.base
-        own = {name: base._parameters[name] for name in self._merged()}
+        own = {name: base._parameters[name] for name in self._list_merged()}
         others = [(part, "bias", plain(part.bias)) for part in layer.lora_B.values() if part.bias is not None]
         for magnitude in (layer.lora_magnitude_vector or {}).values():
             others.append((magnitude, "weight", plain(magnitude.weight)[self.place.rows]))
@@ -112,5 +112,5 @@ class ParameterMerging(Merging):
         delta = torch.bmm(left[:, rows], right[:, :, cols]) * self.layer.scaling[adapter]
         return delta if experts else delta.squeeze(0)
 
-    def _merged(self) -> list[str]:
+    def _list_merged(self) -> list[str]:
         return [self.layer.parameter_name]

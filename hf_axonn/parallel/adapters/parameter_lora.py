@@ -31,7 +31,7 @@ class ParameterLora:
 
     @contextlib.contextmanager
     def _active(self, adapters: list[str]) -> Iterator[None]:
-        """While inside, the module sees the parameter with these adapters."""
+        """Let the module see the parameter with these adapters inside."""
         adapters = [adapter for adapter in adapters if adapter in self.layer.lora_A]
         added = self.sharded.added
         if adapters:

@@ -23,10 +23,11 @@ from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.parameter_counts import num_parameters
-from hf_axonn.engine.state import ParallelState, is_parallelized
+from hf_axonn.engine.state import is_parallelized
 from hf_axonn.layers.dropout import mix
 from hf_axonn.parallel.adapters.checks import check_adapters, check_config, saved_modules
 from hf_axonn.parallel.adapters.install import install_adapters
+from hf_axonn.parallel.sharded_model import ShardedModel
 
 
 def watch_peft() -> None:
@@ -63,18 +64,18 @@ def _method(wrapper: Callable, original: Callable) -> Callable:
     return method
 
 
-def sharded_parts(model: nn.Module) -> list[tuple[nn.Module, ParallelState]]:
+def sharded_parts(model: nn.Module) -> list[tuple[nn.Module, ShardedModel]]:
     """The parallelized models in a module, itself or some of its children, with how each lies on the grid."""
-    return [(module, cast(ParallelState, module.axonn)) for module in model.modules() if is_parallelized(module)]
+    return [(module, cast(ShardedModel, module.axonn)) for module in model.modules() if is_parallelized(module)]
 
 
 def inject_adapter(self, original: Callable, model: nn.Module, adapter_name: str, *args, **kwargs) -> None:
-    """As PEFT's; then the new adapters are sharded. Over pipe each stage fills its own, of other numbers than one
-    process would.
+    """Inject as PEFT does, then shard the new adapters. Over pipe each stage fills its own, with other numbers than
+    one process would.
 
     Raises:
         ValueError: one of `check_config`, or over pipe a stage has no module that is to be adapted; on every rank.
-    Collectives: those of `install_adapters`; with pipe those of `Pipeline.know_modules` and one before.
+    Collectives: those of `install_adapters`; with pipe those of `Pipeline.update_modules` and one before.
     """
     parts = sharded_parts(model)
     for part, state in parts:
@@ -83,16 +84,16 @@ def inject_adapter(self, original: Callable, model: nn.Module, adapter_name: str
         for part, state in parts:
             stack.enter_context(_copyable(part, self.peft_config[adapter_name]))
             if state.pipeline is not None:
-                stack.enter_context(_of_stage(state, part))
+                stack.enter_context(_keep_stage(state, part))
         if parts:
-            stack.enter_context(_unmeasured())
+            stack.enter_context(_mark_unmeasured())
             stack.enter_context(sized_by_full_weights())
         original(model, adapter_name, *args, **kwargs)
     for part, state in parts:
         check_adapters(part)
         install_adapters(state, part)
         if state.pipeline is not None:
-            state.pipeline.know_modules()
+            state.pipeline.update_modules()
     if parts and hasattr(type(self), "add_weighted_adapter"):
         self.add_weighted_adapter = _refuse_weighted
 
@@ -106,7 +107,7 @@ def _refuse_weighted(*args, **kwargs):
 
 @contextlib.contextmanager
 def _copyable(model: nn.Module, config) -> Iterator[None]:
-    """While inside, modules that PEFT is going to copy have their own forward: ours must not be copied."""
+    """Give modules that PEFT is going to copy their own forward inside: ours must not be copied."""
     taken = []
     for _, module in saved_modules(model, config):
         for inner in module.modules():
@@ -122,8 +123,8 @@ def _copyable(model: nn.Module, config) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _of_stage(state: ParallelState, model: nn.Module) -> Iterator[None]:
-    """While inside, a model on pipe has no modules but those of this stage, and new numbers are the stage's own: the
+def _keep_stage(state: ShardedModel, model: nn.Module) -> Iterator[None]:
+    """Leave a model on pipe only the modules of this stage inside, and let new numbers be the stage's own: the
     generators of all ranks have drawn the same afterwards.
 
     Raises:
@@ -148,14 +149,14 @@ def _of_stage(state: ParallelState, model: nn.Module) -> Iterator[None]:
     finally:
         del vars(model)["named_modules"]
     problems = gather_json(problem, mesh.device, mesh.group("pipe"))
-    for pipe, its in enumerate(problems):
-        if its:
-            raise ValueError(f"at pipe={pipe} of {state.grid}: {its}")
+    for pipe, problem in enumerate(problems):
+        if problem:
+            raise ValueError(f"at pipe={pipe} of {state.grid}: {problem}")
 
 
 @contextlib.contextmanager
-def _unmeasured() -> Iterator[None]:
-    """While inside, new DoRA layers are not measured by PEFT, which would need full weights, but marked."""
+def _mark_unmeasured() -> Iterator[None]:
+    """Keep PEFT from measuring new DoRA layers inside, which would need full weights, and mark them."""
     from peft.tuners.lora import dora
 
     def update_layer(self, *, base_layer, **_) -> None:
@@ -169,31 +170,33 @@ def _unmeasured() -> Iterator[None]:
 
 
 def add_adapter(self, original: Callable, adapter_name: str, peft_config, *args, **kwargs) -> None:
-    """As PEFT's, which does not come by `inject_adapter` for what lies outside of the model."""
+    """Check, then add as PEFT does: what lies outside of the model does not come by `inject_adapter`."""
     for part, state in sharded_parts(self):
         check_config(state, part, peft_config)
     return original(adapter_name, peft_config, *args, **kwargs)
 
 
 def get_nb_trainable_parameters(self, original: Callable) -> tuple[int, int]:
-    """As PEFT's, of the whole model: of weights of 4 bits, and of all stages over pipe. No communication."""
+    """Count as PEFT does, for the whole model: weights of 4 bits, and all stages over pipe. No communication."""
     if not sharded_parts(self):
         return original()
     return num_parameters(self, only_trainable=True), num_parameters(self)
 
 
 def save_pretrained(self, original: Callable, *args, **kwargs) -> None:
-    """As PEFT's, with full tensors; rank 0 writes. Every rank must call it. Collectives: `full_tensors` of what is
-    saved, and a barrier."""
+    """Save as PEFT does, with full tensors; rank 0 writes. Every rank must call it.
+
+    Collectives: `full_tensors` of what is saved, and a barrier.
+    """
     if not sharded_parts(self):
         return original(*args, **kwargs)
     module = sys.modules["peft.peft_model"]
     select = module.get_peft_model_state_dict
 
-    def gathered(*inner, **options):
+    def gather(*inner, **options):
         return full_tensors(select(*inner, **options), self)
 
     kwargs.setdefault("is_main_process", world_rank() == 0)
-    with replaced({(module, "get_peft_model_state_dict"): gathered}):
+    with replaced({(module, "get_peft_model_state_dict"): gather}):
         original(*args, **kwargs)
     barrier()

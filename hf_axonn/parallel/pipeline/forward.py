@@ -45,7 +45,7 @@ def install_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
         if trains and pipeline.experts_of(given):
             _warn_of_routers(pipeline)
         elif trains:
-            return _scheduled(model, pipeline, original, given)
+            return _run_schedule(model, pipeline, original, given)
         return pipeline.one_after_another(functools.partial(original, **given))
 
     patch_forward(model, forward)
@@ -73,7 +73,7 @@ def _refuse_generate(*_: Any, **__: Any) -> None:
 def _arguments(
     pipeline: Pipeline, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the model is called with, by name.
+    """Return what the model is called with, by name.
 
     Raises:
         ValueError: something that a pipeline cannot have.
@@ -110,7 +110,7 @@ def _labels(given: dict[str, Any]) -> Tensor | None:
     return given.get("labels") if given.get("shift_labels") is None else given["shift_labels"]
 
 
-def _scheduled(
+def _run_schedule(
     model: nn.Module, pipeline: Pipeline, original: Callable[..., Any], given: dict[str, Any]
 ) -> CausalLMOutputWithPast:
     """The loss of a batch whose rows are the micro-batches. One of too few is filled up with rows that count nothing.
@@ -127,7 +127,7 @@ def _scheduled(
     labels = _labels(given)
     assert labels is not None
     kept = kept_labels(labels, shifted=given.get("shift_labels") is not None)
-    given = _filled(given, pipeline)
+    given = _fill_up(given, pipeline)
     rows, seq = given["input_ids"].shape
     parts = micro_batches(rows, pipeline)
     size = rows // parts
@@ -144,30 +144,30 @@ def _scheduled(
     return CausalLMOutputWithPast(loss=loss)
 
 
-def _filled(given: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
-    """A batch with as many rows more, without labels, as the schedule wants: the last one of an epoch may be small."""
+def _fill_up(given: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
+    """Add rows without labels to a batch until the schedule takes it: the last one of an epoch may be small."""
     rows = len(given["input_ids"])
-    wanted = next(number for number in itertools.count(rows) if divisions(number, pipeline))
-    if wanted == rows:
+    needed = next(number for number in itertools.count(rows) if divisions(number, pipeline))
+    if needed == rows:
         return given
     if world_rank() == 0:
-        _warn(rows, wanted, pipeline.state.grid.pipe, pipeline.state.config.schedule)
-    return {name: with_rows(name, value, wanted) if by_row(value, rows) else value for name, value in given.items()}
+        _warn(rows, needed, pipeline.state.grid.pipe, pipeline.state.config.schedule)
+    return {name: with_rows(name, value, needed) if by_row(value, rows) else value for name, value in given.items()}
 
 
-def with_rows(name: str, value: Tensor, wanted: int) -> Tensor:
-    """A part of a batch with so many rows: the first one again, as labels such that count nothing."""
-    more = value[:1].expand(wanted - len(value), *value.shape[1:])
+def with_rows(name: str, value: Tensor, rows: int) -> Tensor:
+    """Return a part of a batch with this number of rows: the first one again, as labels such that count nothing."""
+    more = value[:1].expand(rows - len(value), *value.shape[1:])
     return torch.cat([value, torch.full_like(more, IGNORE_INDEX) if is_labels(name) else more])
 
 
 def is_labels(name: str) -> bool:
-    """Whether an argument of a model is labels or shift_labels."""
+    """Return whether an argument of a model is labels or shift_labels."""
     return name.endswith("labels")
 
 
 def by_row(value: Any, rows: int) -> bool:
-    """Whether an argument of a model has something for each row of its batch."""
+    """Return whether an argument of a model has something for each row of its batch."""
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
 
 
@@ -176,21 +176,21 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _warn(rows: int, wanted: int, pipe: int, schedule: str) -> None:
+def _warn(rows: int, needed: int, pipe: int, schedule: str) -> None:
     _warn_once(
-        f"a batch of {rows} row(s) is too short for pipe={pipe} and schedule {schedule} and was filled up to {wanted} "
+        f"a batch of {rows} row(s) is too short for pipe={pipe} and schedule {schedule} and was filled up to {needed} "
         "with rows that count nothing. Unless this was the end of an epoch, give each (data, z) position more."
     )
 
 
 def micro_batches(rows: int, pipeline: Pipeline) -> int:
-    """Into how many micro-batches a batch of so many rows is divided: `ROUNDS` for each stage if there are enough."""
+    """Return the number of micro-batches of a batch of these rows: `ROUNDS` for each stage if there are enough."""
     possible = divisions(rows, pipeline)
     return next((parts for parts in possible if parts >= ROUNDS * pipeline.state.grid.pipe), possible[-1])
 
 
 def divisions(rows: int, pipeline: Pipeline) -> list[int]:
-    """Into how many micro-batches a batch of so many rows can be divided, in ascending order."""
+    """Return the numbers of micro-batches that a batch of these rows can have, in ascending order."""
     return [parts for parts in range(1, rows + 1) if rows % parts == 0 and pipeline.takes(parts)]
 
 

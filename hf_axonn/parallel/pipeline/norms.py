@@ -5,11 +5,11 @@ a head of the user's has. For `accelerator.clip_grad_norm_`, Trainer, and a loop
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.compat.dtensor_numbers import total_norm
@@ -18,20 +18,28 @@ from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import whole
 
 
-if TYPE_CHECKING:
-    from hf_axonn.parallel.pipeline.pipeline import Pipeline
+class StagedModel(Protocol):
+    """A pipeline: the parameters of this rank's stages, those of them that another rank counts, and the grid."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]: ...
+
+    @property
+    def mesh(self) -> GridMesh: ...
+
+    def counted_elsewhere(self) -> list[nn.Parameter]: ...
 
 
-_alive: WeakSet[Pipeline] = WeakSet()
+_alive: WeakSet[StagedModel] = WeakSet()
 
 
-def watch_norms(pipeline: Pipeline) -> None:
+def watch_norms(pipeline: StagedModel) -> None:
     """Let norms that torch takes of gradients of this pipeline's model be those of all of its stages."""
     _alive.add(pipeline)
 
 
 def norm_over_stages(
-    gradients: Sequence[Tensor], pipelines: Collection[Pipeline], mesh: GridMesh, norm_type: float
+    gradients: Sequence[Tensor], pipelines: Collection[StagedModel], mesh: GridMesh, norm_type: float
 ) -> Tensor:
     """The norm of the gradients of all stages, a plain tensor, the same on every rank. A weight that the first and the
     last stage have counts once, and so does what is in no stage, as of another model.
@@ -55,7 +63,7 @@ def norm_over_stages(
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """In the widest of dtypes, the same on all ranks of a stage."""
+    """Return the norm in the widest of dtypes, the same on all ranks of a stage."""
     kinds = ([each for each in gradients if isinstance(each, DTensor) is sharded] for sharded in (True, False))
     norms = [whole(total_norm(each, norm_type)).double() for each in kinds if each]
     nothing = torch.zeros((), dtype=torch.float64, device=device)
@@ -74,7 +82,7 @@ def norm_of_all(gradients: list[Tensor], norm_type: float) -> Tensor | None:
     if not gradients and len(_alive) == 1:
         meant = list(_alive)
     if meant:
-        return norm_over_stages(gradients, meant, meant[0].state.mesh, norm_type)
+        return norm_over_stages(gradients, meant, meant[0].mesh, norm_type)
     sharded = [each for each in gradients if isinstance(each, DTensor)]
     if not 0 < len(sharded) < len(gradients) or not hasattr(sharded[0].device_mesh, "of_grid"):
         return None

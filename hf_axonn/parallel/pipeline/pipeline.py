@@ -5,7 +5,7 @@
     one after another   anything else: each stage waits for the one before, and all ranks of pipe have the output.
                         Right for any use of the logits, with gradients too; P times slower than a full pipeline
 
-Stages hand on the residual stream in its own layout, point to point between equal coordinates: nothing is gathered.
+Stages send the residual stream in its own layout, point to point between equal coordinates: nothing is gathered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from hf_axonn.distributed.watchdog.watchdog import note_stages
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.matmul3d import finish_deferred
-from hf_axonn.engine.parameter_counts import Counted, own_counts
+from hf_axonn.engine.parameter_counts import own_counts
+from hf_axonn.engine.stage_tensors import Counted
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.dropout import dropout_names, probability
 from hf_axonn.losses.router_aux import carried_experts
@@ -48,14 +49,13 @@ class Pipeline:
         state: of the model.
         stages: of this rank.
         model: with the modules of this rank.
-        names: of the parameters of the whole model, before it was divided, in order.
     """
 
-    def __init__(self, state: ParallelState, stages: Stages, model: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, state: ParallelState, stages: Stages, model: nn.Module) -> None:
         self.state = state
+        self.mesh = state.mesh
         self.stages = stages
         self.model = model
-        self.names = names
         self.group = state.mesh.group("pipe")
         if len(stages.own) > 1:
             record_outputs(stages.decoder)
@@ -68,17 +68,17 @@ class Pipeline:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Of this rank's stages, with those of adapters."""
+        """Parameters of this rank's stages, with those of adapters."""
         return list(self.model.parameters())
 
     def experts_of(self, given: Mapping[str, Any]) -> int:
-        """Of how many experts a call of the model wants the auxiliary loss of routers; 0: it wants none."""
-        wanted = given.get("output_router_logits")
-        if wanted is None:
-            wanted = getattr(self.model.config, "output_router_logits", False)
-        return carried_experts(self.model) if wanted else 0
+        """Return the number of experts if a call of the model has the auxiliary loss of routers; 0 if it has none."""
+        routers = given.get("output_router_logits")
+        if routers is None:
+            routers = getattr(self.model.config, "output_router_logits", False)
+        return carried_experts(self.model) if routers else 0
 
-    def know_modules(self) -> None:
+    def update_modules(self) -> None:
         """Look at the model once it has its modules, and again when adapters have come or its weights have another
         dtype. Collectives over pipe: those of `gather_texts`.
 
@@ -92,32 +92,32 @@ class Pipeline:
             [hasattr(module, "base_layer") for module in (input_embedding(self.model), output_embedding(self.model))],
             str(cast(nn.Embedding, input_embedding(self.model)).weight.dtype)[6:] if self.here == 0 else "",
         ]
-        every = gather_json(facts, self.state.mesh.device, self.group)
+        every = gather_json(facts, self.mesh.device, self.group)
         self.stages.drops = any(drops for _, drops, *_ in every)
-        self._adapted_ends(embedding=any(its[0] for *_, its, _ in every), head=any(its[1] for *_, its, _ in every))
+        self._adapted_ends(embedding=any(ends[0] for *_, ends, _ in every), head=any(ends[1] for *_, ends, _ in every))
         if dtype := every[0][-1]:  # which a fake world of another rank does not know
             self.stages.take_dtype(getattr(torch, dtype))
-        idle = sorted(stage for trains, _, its, *_ in every for stage in its if not trains)
+        idle = sorted(stage for trains, _, stages, *_ in every for stage in stages if not trains)
         if idle and len(idle) < self.stages.total:
             raise ValueError(
                 f"of {self.stages.total} stages over pipe, {', '.join(map(str, idle))} would have nothing to train, "
                 "and an optimizer wants parameters: let each stage train some (stage_layers says which layers it "
                 "has), or use a grid without pipe."
             )
-        self.know_parameters()
+        self.update_counts()
 
-    def know_parameters(self) -> None:
-        """Note what other stages have, for numbers that a rank alone is asked for (`num_parameters`). Collectives over
+    def update_counts(self) -> None:
+        """Note what other stages have, for numbers that one rank alone returns (`num_parameters`). Collectives over
         pipe: those of `gather_texts`."""
         own = own_counts(self.model)
-        every = gather_json(own, self.state.mesh.device, self.group)
-        self.state.elsewhere = {
-            name: Counted(*its) for counts in every for name, its in counts.items() if name not in own
-        }
+        every = gather_json(own, self.mesh.device, self.group)
+        self.state.set_elsewhere(
+            {name: Counted(*fields) for counts in every for name, fields in counts.items() if name not in own}
+        )
 
     def _adapted_ends(self, *, embedding: bool, head: bool) -> None:
         """Give a weight that both ends have the name that an adapter around the embedding gives it on one process, and
-        let nobody merge an adapter into the half of it that one stage has."""
+        refuse to merge an adapter into the half of it that one stage has."""
         tied = self.stages.tied
         if tied is None or not (embedding or head):
             return
@@ -137,7 +137,7 @@ class Pipeline:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         own = local(parameter.grad)
-        own.add_(swap(own, self.state.mesh.size("pipe") - 1 - self.here, self.group))
+        own.add_(swap(own, self.mesh.size("pipe") - 1 - self.here, self.group))
 
     def _watch_tied(self, output: Any) -> None:
         """Let a backward pass through an output end with `_add_up_tied`, of what it has brought."""
@@ -172,8 +172,8 @@ class Pipeline:
         return [cast(nn.Parameter, self.stages.tied.weight)]
 
     def takes(self, micro_batches: int) -> bool:
-        """Whether the schedule can run so many micro-batches."""
-        pipe = self.state.mesh.size("pipe")
+        """Return whether the schedule can run this number of micro-batches."""
+        pipe = self.mesh.size("pipe")
         if self.state.config.schedule == "gpipe":
             return True
         return micro_batches >= pipe and micro_batches % max(1, micro_batches // pipe) == 0
@@ -181,12 +181,12 @@ class Pipeline:
     @property
     def here(self) -> int:
         """This rank's place on pipe."""
-        return self.state.mesh.index("pipe")
+        return self.mesh.index("pipe")
 
     @property
     def source(self) -> int:
         """The place on pipe of the last stage."""
-        return (self.stages.total - 1) % self.state.mesh.size("pipe")
+        return (self.stages.total - 1) % self.mesh.size("pipe")
 
     def train(
         self, calls: Sequence[Callable[[], Tensor]], batch: int, seq: int, experts: int = 0
@@ -195,7 +195,7 @@ class Pipeline:
 
         Args:
             calls: one for each micro-batch, which calls the model with it and returns its loss, or anything in stages
-                that have none. All of [batch, seq] tokens; as many on every rank.
+                that have none. All of [batch, seq] tokens; the same number on every rank.
             experts: as `experts_of` says, the same for all.
         Returns:
             (the losses of the micro-batches [m] on all ranks of pipe, the gradients of their sum on this rank).
@@ -204,7 +204,7 @@ class Pipeline:
         Collectives: those of the stages; point to point between neighbours of pipe the residual stream of each
             micro-batch and its gradient, and sums of routers; one all-reduce of the losses over pipe.
         """
-        device_type = self.state.mesh.device.type
+        device_type = self.mesh.device.type
         if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float16:
             raise ValueError(
                 "autocast in float16 is not possible over a grid with pipe: a pipeline makes its gradients in the "
@@ -215,17 +215,16 @@ class Pipeline:
         seeds = self.stages.seeds(training=True)
         for module in modules:
             module.calls, module.autocast, module.seeds = calls, autocast, seeds
-        if self.state.config.schedule == "zero_bubble":
-            self.state.context.deferred = []
         parameters = self.parameters
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         # What a layer that runs again has gathered is let go in backward; other kept weights serve all micro-batches.
-        cache = self.state.context.gather_cache
-        kept = contextlib.nullcontext() if self.state.keeps_recomputed else cache.through_passes()
+        context = self.state.context
+        kept = contextlib.nullcontext() if self.state.keeps_recomputed else context.gather_cache.through_passes()
+        later = context.deferring() if self.state.config.schedule == "zero_bubble" else contextlib.nullcontext()
         try:
-            with kept, torch.autocast(self.state.mesh.device.type, enabled=False):
+            with kept, later, torch.autocast(self.mesh.device.type, enabled=False):
                 losses = run_schedule(schedule, len(calls), functools.partial(waiting, "send", self.group))
             PROGRESS.passing = ""
             self._add_up_tied()
@@ -240,8 +239,7 @@ class Pipeline:
                 parameter.grad = grad
             for module in modules:
                 module.calls = ()
-            self.state.context.deferred = None
-        shared = torch.zeros(len(calls), dtype=torch.float64, device=self.state.mesh.device)
+        shared = torch.zeros(len(calls), dtype=torch.float64, device=self.mesh.device)
         if losses:
             shared += torch.stack([loss.detach() for loss in losses])
         reduce_(shared, self.group)
@@ -264,7 +262,7 @@ class Pipeline:
                     list(zip(modules, ends, strict=True)),
                     self.stages.total,
                     micro_batches,
-                    self.state.mesh.device,
+                    self.mesh.device,
                     self.group,
                     self._left_for_later,
                     PROGRESS.enters,
@@ -275,10 +273,7 @@ class Pipeline:
 
     def _left_for_later(self) -> Callable[[], None]:
         """Computes the weight gradients that the backward pass before has left."""
-        context = self.state.context
-        deferred, context.deferred = context.deferred, []
-        assert deferred is not None
-        return functools.partial(finish_deferred, self.state, deferred)
+        return functools.partial(finish_deferred, self.state, self.state.context.take_deferred())
 
     def one_after_another(self, call: functools.partial[Any]) -> Any:
         """Call the model, one stage after the other. The loss, the logits and the auxiliary loss of routers
@@ -293,17 +288,17 @@ class Pipeline:
             received: tuple[Tensor, ...] = ()
             if not stage.first:
                 outlines = self.stages.outlines(*self._shape_of(call), self.experts_of(call.keywords))
-                received = receive(outlines, self.state.mesh, stage.index - 1)
+                received = receive(outlines, self.mesh, stage.index - 1)
             PROGRESS.enters("forward", stage.index, 0)
             with self.stages.running(stage, received, seeds(stage, 0)) as passing:
                 output = call()
             if not stage.last:
-                sent.append(send(self.stages.handed(passing), self.state.mesh, stage.index + 1))
+                sent.append(send(self.stages.to_send(passing), self.mesh, stage.index + 1))
         PROGRESS.passing = ""
-        return self._shared(output, sent)
+        return self._share_output(output, sent)
 
     def from_last(self, value: Tensor | None) -> Tensor | None:
-        """What the ranks with the last stage have, on all ranks of pipe.
+        """Return what the ranks with the last stage have, on all ranks of pipe.
 
         Collectives over pipe: those of `gather_texts`, and a broadcast.
         """
@@ -316,8 +311,8 @@ class Pipeline:
         ids = call.keywords["input_ids"]
         return ids.shape[0], ids.shape[1]
 
-    def _shared(self, output: Any, sent: list[Tensor]) -> Any:
-        """The output of the last stage, on all ranks of pipe."""
+    def _share_output(self, output: Any, sent: list[Tensor]) -> Any:
+        """Return the output of the last stage, on all ranks of pipe."""
         values, source = {name: output.get(name) for name in SHARED}, self.source
         facts = self._facts_of_last(values)
         for name, value in values.items():
@@ -330,7 +325,7 @@ class Pipeline:
                 values[name] = share(value, self.group, self.source, sent)
             else:
                 values[name] = broadcast_over(value.detach().contiguous(), source, self.group)
-        # Of router logits a stage has those of its own layers. What is None is left out, as Transformers does.
+        # Of router logits a stage has those of its own layers. What is None is omitted, as Transformers does.
         found = {name: value for name, value in (dict(output) | values).items() if name != "router_logits"}
         output = type(output)(**{name: value for name, value in found.items() if value is not None})
         self._watch_tied(output)
@@ -344,14 +339,14 @@ class Pipeline:
             for name, value in values.items()
             if isinstance(value, Tensor)
         }
-        every = gather_json(facts, self.state.mesh.device, self.group)
+        every = gather_json(facts, self.mesh.device, self.group)
         return cast("dict[str, tuple[list[int], str, bool]]", every[self.source])
 
     def _like_last(self, value: Any, facts: tuple[list[int], str, bool]) -> Tensor:
         """The value where the last stage is, elsewhere room for it."""
         shape, dtype, _ = facts
         if self.here != self.source:
-            return torch.empty(shape, dtype=getattr(torch, dtype), device=self.state.mesh.device)
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=self.mesh.device)
         assert isinstance(value, Tensor)
         return value
 
@@ -387,7 +382,7 @@ class Gradients:
     def loss(self, total: Tensor) -> Tensor:
         """A loss of this value, whose backward adds the gradients."""
         anchor = torch.zeros((), device=total.device, requires_grad=True)
-        return cast(Tensor, _Loss.apply(anchor, total, self))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Loss.apply(anchor, total, self))
 
 
 class _Loss(torch.autograd.Function):
@@ -403,7 +398,8 @@ class _Loss(torch.autograd.Function):
 
 
 class _StageModule(nn.Module):
-    """What torch's schedules call for a stage: with a micro-batch's number, after what the stage before has sent."""
+    """The module that torch's schedules call for a stage: with a micro-batch's number, after what the stage before has
+    sent."""
 
     def __init__(self, stages: Stages, stage: Stage) -> None:
         super().__init__()
@@ -421,7 +417,7 @@ class _StageModule(nn.Module):
             except Exception as error:
                 error.add_note(f"in stage {self._stage.index} of {self._stages.total}, micro-batch {micro_batch}")
                 raise
-            return loss if self._stage.last else self._stages.handed(passing)
+            return loss if self._stage.last else self._stages.to_send(passing)
 
 
 def _refuse_merge(*_: Any, **__: Any) -> None:

@@ -93,26 +93,25 @@ class Stages:
 
     @contextlib.contextmanager
     def running(self, stage: Stage, received: Sequence[Tensor], seed: int | None = None) -> Iterator[StagePass]:
-        """Inside, the forward of the model is that of a stage.
+        """Let the forward of the model inside be that of a stage.
 
         Args:
-            received: what the stage before has handed on (`outlines`); nothing in the first.
+            received: what the stage before has sent (`outlines`); nothing in the first.
             seed: of what is dropped inside, one of `seeds`.
         """
         context, modules = self.state.context, self._layers._modules
         before = dict(modules)
         modules.update(zip(before, stage.places, strict=True))
         stream, routing = (*received, None, None)[:2]
-        context.stage = StagePass(stream, last=stage.last, routing=routing)
+        passing = StagePass(stream, last=stage.last, routing=routing)
         try:
-            with context.with_seed(seed, 0):
-                yield context.stage
+            with context.running(passing), context.with_seed(seed, 0):
+                yield passing
         finally:
-            context.stage = None
             modules.update(before)
 
     def seeds(self, *, training: bool) -> Callable[[Stage, int], int | None]:
-        """For a pass that begins now a seed for each stage and micro-batch.
+        """Return a seed for each stage and micro-batch of a pass that begins now.
 
         All stages draw the same number from their global generators, which stay alike although stages have other
         layers. A model without dropout draws nothing.
@@ -127,23 +126,23 @@ class Stages:
         return self.state.as_residual(torch.empty((), dtype=self.dtype, device=self.state.mesh.device)).dtype
 
     def outlines(self, batch: int, seq: int, experts: int) -> tuple[Tensor, ...]:
-        """What travels between two stages in a pass of [batch, seq] tokens that begins now, on the meta device.
+        """Return what travels between two stages in a pass of [batch, seq] tokens that begins now, on the meta device.
 
-        The residual stream, and where the auxiliary loss of so many experts is wanted the sums of their routers.
+        The residual stream, and with the auxiliary loss of this number of experts the sums of their routers.
         """
         stream = torch.empty(self.block_shape(batch, seq), dtype=self.stream_dtype(), device="meta")
         return (stream, empty_routing(experts, "meta")) if experts else (stream,)
 
-    def handed(self, passing: StagePass) -> tuple[Tensor, ...]:
-        """What a stage hands on, as `outlines` says.
+    def to_send(self, passing: StagePass) -> tuple[Tensor, ...]:
+        """Return what a stage sends to the next, as `outlines` describes it.
 
         Raises:
             ValueError: it has another dtype than the next stage expects.
         """
-        stream = self._checked(passing.handed)
+        stream = self._check_dtype(passing.handed)
         return (stream,) if passing.routing is None else (stream, passing.routing)
 
-    def _checked(self, handed: Tensor | None) -> Tensor:
+    def _check_dtype(self, handed: Tensor | None) -> Tensor:
         assert handed is not None, "the model's forward has not come to the end of its stage"
         if handed.dtype != self.stream_dtype():
             raise ValueError(
@@ -157,7 +156,7 @@ class Stages:
         tokens, mesh = self.state.tokens_of(torch.empty(batch, seq, self.hidden, device="meta")), self.state.mesh
         if not tokens.sharded:
             return batch, seq, self.hidden
-        padded, x, y = tokens.padded(mesh), mesh.size("x"), mesh.size("y")
+        padded, x, y = tokens.padded_count(mesh), mesh.size("x"), mesh.size("y")
         if tokens.features:
             return 1, padded // x, -(-self.hidden // y)
         return 1, padded // (x * y), self.hidden
@@ -183,7 +182,7 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
     decoder = model.get_submodule(plan.decoder) if plan.decoder else model
     layers = model.get_submodule(plan.layers[0].rpartition(".")[0])
     assert isinstance(layers, nn.ModuleList)
-    mine = range(mesh.index("pipe"), count, grid.pipe)
+    own_stages = range(mesh.index("pipe"), count, grid.pipe)
     if hasattr(model, "tie_weights"):
         cast(Any, model).tie_weights()  # which the loader does later on the meta device
     embedding = cast(nn.Embedding, input_embedding(model))
@@ -191,8 +190,8 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
     head = output_embedding(model)
     tied = head is not None and head.weight is embedding.weight
     before = {name.rpartition(".")[0] for name in model.state_dict()}
-    _keep_ends(model, decoder, layers, plan, first=0 in mine, last=count - 1 in mine, tied=tied)
-    kept = {index for number in mine for index in ranges[number]}
+    _keep_ends(model, decoder, layers, plan, first=0 in own_stages, last=count - 1 in own_stages, tied=tied)
+    kept = {index for number in own_stages for index in ranges[number]}
     originals = list(layers)
     for index in range(len(originals)):
         if index not in kept:
@@ -200,18 +199,18 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
     after = {name.rpartition(".")[0] for name in model.state_dict()}
     without_report(model, before - after)
     own = []
-    for number in mine:
-        its = ranges[number]
-        places = [each if index in its else ElsewhereLayer(each) for index, each in enumerate(originals)]
-        if its.start > 0:
-            places[its.start - 1] = Arrival(originals[its.start - 1], state)
-        if its.stop < len(places):
-            places[its.stop] = Departure(originals[its.stop], state)
-        own.append(Stage(number, its, first=number == 0, last=number == count - 1, places=places))
+    for number in own_stages:
+        here = ranges[number]
+        places = [layer if index in here else ElsewhereLayer(layer) for index, layer in enumerate(originals)]
+        if here.start > 0:
+            places[here.start - 1] = Arrival(originals[here.start - 1], state)
+        if here.stop < len(places):
+            places[here.stop] = Departure(originals[here.stop], state)
+        own.append(Stage(number, here, first=number == 0, last=number == count - 1, places=places))
     stages = Stages(state, decoder, layers, own, count, hidden=hidden, vocabulary=vocabulary, dtype=dtype)
-    if tied and (0 in mine or count - 1 in mine):
+    if tied and (0 in own_stages or count - 1 in own_stages):
         stages.tied = input_embedding(model)
-    return _own_plan(plan, kept, first=0 in mine, last=count - 1 in mine), stages
+    return _own_plan(plan, kept, first=0 in own_stages, last=count - 1 in own_stages), stages
 
 
 def _own_plan(plan: ShardingPlan, kept: set[int], *, first: bool, last: bool) -> ShardingPlan:
@@ -229,8 +228,9 @@ def _own_plan(plan: ShardingPlan, kept: set[int], *, first: bool, last: bool) ->
 
 
 def _costs(model: nn.Module, plan: ShardingPlan) -> tuple[list[float], float]:
-    """What each layer and what the head costs, in multiplications a token; attention, which is alike in all layers of
-    most models, is not counted.
+    """Return the cost of each layer and of the head, in multiplications a token.
+
+    Attention is not counted: it is alike in all layers of most models.
     """
     chosen = getattr(text_config(model), "num_experts_per_tok", 1)
     layers = [
@@ -241,7 +241,7 @@ def _costs(model: nn.Module, plan: ShardingPlan) -> tuple[list[float], float]:
 
 
 def _multiplications(module: nn.Module, chosen: int) -> float:
-    """Of a token with the module's own weights; of experts it uses `chosen`."""
+    """Count those of a token with the module's own weights; of experts it uses `chosen`."""
     matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
     if is_experts(module):
         return float(sum(chosen * matrix.numel() / len(matrix) for matrix in matrices))

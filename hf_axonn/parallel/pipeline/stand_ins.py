@@ -1,11 +1,11 @@
-"""What stands where modules of another stage would: a model's own forward runs on every stage.
+"""Stand-ins for modules of another stage: a model's own forward runs on every stage.
 
 So each stage computes its own rotary embeddings, positions and masks, which no pipeline plan of Transformers names,
-and no modelling code is copied. Hidden states that nobody reads are zeros that hold no memory.
+and no modelling code is copied. Hidden states that are not read are zeros that hold no memory.
 
     embedding   zeros [B, S, H]
     layer       what it got; the last one before a stage's layers (`Arrival`) gives what the stage before has sent, the
-                first one after them (`Departure`) takes what is sent to the next and goes on with zeros
+                first one after them (`Departure`) takes what is sent to the next and returns zeros
     norm        what it got
     head        zeros [B, S, 1]
 """
@@ -38,7 +38,7 @@ class ElsewhereEmbedding(nn.Module):
         weight: the parameter, where the head of this stage has it too.
     """
 
-    elsewhere = True  # so that nobody takes it, and its weight, for a module of this stage
+    elsewhere = True  # so that it, and its weight, is not taken for a module of this stage
 
     def __init__(self, size: int, dtype: torch.dtype, weight: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class ElsewhereEmbedding(nn.Module):
 
 
 class ElsewhereWrapper(nn.Module):
-    """Where the embedding of another stage has an adapter around it: the weight has its name with the adapter here,
-    too. PEFT takes it off as it does an adapter."""
+    """An adapter around the embedding of another stage: the weight has its name with the adapter here, too. PEFT takes
+    it off as it does an adapter."""
 
     elsewhere = True
 
@@ -74,7 +74,7 @@ class ElsewhereWrapper(nn.Module):
 
 
 class ElsewhereLayer(nn.Module):
-    """A layer or norm of another stage: hands on what it got.
+    """A layer or norm of another stage: returns what it got.
 
     Args:
         original: whose attributes of plain kinds models read from their layers, such as `attention_type`.
@@ -105,7 +105,9 @@ class Arrival(ElsewhereLayer):
         hidden = super().forward(*args, **kwargs)
         stage = self._context.stage
         assert stage is not None and stage.received is not None
-        self._context.tokens = stage.tokens = self._state.tokens_of(hidden)
+        tokens = self._state.tokens_of(hidden)
+        stage.arrive(tokens)
+        self._context.enter_layers(tokens)
         return stage.received
 
 
@@ -120,7 +122,8 @@ class Departure(ElsewhereLayer):
         hidden = super().forward(*args, **kwargs)
         tokens, stage = self._context.tokens, self._context.stage
         assert tokens is not None and stage is not None
-        stage.handed, stage.tokens, self._context.tokens = hidden, tokens, None
+        stage.depart(hidden, tokens)
+        self._context.leave_layers()
         return zeros(tokens.batch, tokens.seq, tokens.features or hidden.shape[-1], like=hidden)
 
 

@@ -18,31 +18,31 @@ from hf_axonn.distributed.mesh import GridMesh
 
 
 def receive(outlines: Sequence[Tensor], mesh: GridMesh, stage: int) -> tuple[Tensor, ...]:
-    """What stage number `stage` sends; the gradients go back there. Point to point over pipe.
+    """Receive what stage number `stage` sends; the gradients go back there. Point to point over pipe.
 
     `outlines`: empty tensors of its shapes and dtypes, on the meta device.
     """
     peer = stage % mesh.size("pipe")
-    return cast("tuple[Tensor, ...]", _Receive.apply(_anchor(mesh), outlines, mesh, peer))  # type: ignore[no-untyped-call]
+    return cast("tuple[Tensor, ...]", _Receive.apply(_anchor(mesh), outlines, mesh, peer))
 
 
 def send(handed: Sequence[Tensor], mesh: GridMesh, stage: int) -> Tensor:
     """Send something to stage number `stage`, from which its gradients will come -> a number that stands for it in the
     graph. Point to point over pipe."""
     peer = stage % mesh.size("pipe")
-    return cast(Tensor, _Send.apply(_anchor(mesh), mesh, peer, *handed))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Send.apply(_anchor(mesh), mesh, peer, *handed))
 
 
 def share(value: Tensor, group: ProcessGroup, source: int, sent: Sequence[Tensor]) -> Tensor:
-    """A tensor of rank `source` of `group` on all of its ranks, each of which then repeats the same work.
+    """Return a tensor of rank `source` of `group` on all of its ranks, which then repeat the same work.
 
     Backward: to where it comes from; on the others it begins with what they have `sent`. One broadcast over `group`.
     """
-    return cast(Tensor, _Share.apply(value, group, source, *sent))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Share.apply(value, group, source, *sent))
 
 
 def _anchor(mesh: GridMesh) -> Tensor:
-    """What makes a node of the graph where nothing else would."""
+    """Return a number that makes a node of the graph where nothing else would."""
     return torch.zeros((), device=mesh.device, requires_grad=torch.is_grad_enabled())
 
 

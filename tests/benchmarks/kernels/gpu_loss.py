@@ -24,9 +24,9 @@ from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.report import Report
-from hf_axonn.engine.state import ParallelState
 from hf_axonn.losses import head_chunks as engine_loss
 from hf_axonn.parallel.install import install_layers, shard_parameters
+from hf_axonn.parallel.sharded_model import ShardedModel
 
 
 SMOKE_CHUNK = 2**12  # several chunks also on tiny sizes
@@ -50,12 +50,13 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> tuple[object
 
 def engine_on_one_rank(model: nn.Module) -> nn.Module:
     """The engine's sharded layers and loss on a model that is not sharded. Needs torch.distributed with one rank."""
-    state = ParallelState(grid_mesh(Grid(), next(model.parameters()).device.type), AxonnConfig(grid=Grid()))
     plan = plan_for(model)
     layout = choose_layout(model, plan, y=1, wanted="auto")
+    mesh = grid_mesh(Grid(), next(model.parameters()).device.type)
+    report = Report(str(Grid()), plan.summary(), layout.reason)
+    state = ShardedModel(mesh, AxonnConfig(grid=Grid()), model, report=report)
     kinds = weight_kinds(model, plan)
     shard_parameters(model, kinds, state)
-    state.report = Report(str(Grid()), plan.summary(), layout.reason)
     install_layers(model, plan, kinds, state, layout)
     model.axonn = state
     return model

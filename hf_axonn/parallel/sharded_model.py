@@ -1,0 +1,151 @@
+"""A parallelized model: its layout on the grid, and what `parallelize` and later steps have installed on its modules.
+
+It hangs on the model as `model.axonn`. Each attribute is set in the constructor or by the one method that is named
+beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+from weakref import WeakSet
+
+from torch import nn
+
+from hf_axonn.architectures.plan import BlockPlan, ShardingPlan
+from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.engine.report import Report
+from hf_axonn.engine.state import ParallelState, parallel_state
+from hf_axonn.layers.base import Reader, Reading
+from hf_axonn.layers.block import Block, Column, Row
+from hf_axonn.layers.moe import is_experts
+from hf_axonn.parallel.batch_check import BatchCheck
+from hf_axonn.parallel.pipeline.pipeline import Pipeline
+from hf_axonn.parallel.region import Region
+from hf_axonn.topology.heads import Heads
+
+
+class ShardedModel(ParallelState):
+    """The modules of one model on the grid.
+
+    Args:
+        model: without PEFT's wrapper around it.
+        others: as of `ParallelState`.
+
+    Attributes:
+        layers: the decoder layers (`take_plan`).
+        full_sequence: names of the modules that get the full sequence (`take_plan`).
+        attention_axes: the axes that divide the heads of attention blocks (`take_plan`).
+        blocks: entry of a block -> its Block (`add_block`).
+        readings: the methods that use parameters of other modules (`add_reading`).
+        has_head: whether the head is sharded and can leave the logits to the loss (`set_head`).
+        regions: module -> its compiled code (`add_regions`); empty if eager.
+        pipeline: the stages of a model that is divided over pipe (`set_pipeline`); None of others.
+        check_batch: compares what a pass is given over the ranks that share samples.
+    """
+
+    def __init__(
+        self,
+        mesh: GridMesh,
+        config: AxonnConfig,
+        model: nn.Module,
+        *,
+        report: Report,
+        features: int = 0,
+        names: Sequence[str] = (),
+    ) -> None:
+        super().__init__(mesh, config, report=report, features=features, names=names)
+        self.layers: list[nn.Module] = []
+        self.full_sequence: set[str] = set()
+        self.attention_axes: tuple[str, ...] = ()
+        self.blocks: dict[nn.Module, Block] = {}
+        self.readings: list[Reading] = []
+        self.has_head = False
+        self.regions: Mapping[nn.Module, Region] = {}
+        self.pipeline: Pipeline | None = None
+        self.check_batch = BatchCheck(mesh, model)
+        self._work_axes: dict[str, tuple[str, ...]] = {}
+        self._installers: dict[nn.Module, list[Callable[[nn.Module], object]] | None] = {}
+        self._adapted: WeakSet[nn.Module] = WeakSet()
+
+    def take_plan(self, model: nn.Module, plan: ShardingPlan) -> None:
+        """Note the decoder layers of a plan, and on which axes ranks do different work inside of which modules."""
+        self.layers = [model.get_submodule(name) for name in plan.layers]
+        self.full_sequence = set(plan.full_sequence)
+        axes: dict[str, tuple[str, ...]] = {name: ("x", "y") for name in (*plan.layers, *(plan.final or ()))}
+        axes |= {name: () for name in plan.full_sequence}
+        axes |= {name: ("x", "y") for name, module in model.named_modules() if is_experts(module)}
+        for block in plan.blocks:
+            heads = self.heads_of(block)
+            axes[block.entry] = heads.axes if heads else ("x", "y")
+            axes |= {name: () for name in block.latent}
+            self.attention_axes = heads.axes if heads else self.attention_axes
+        self._work_axes = axes
+
+    def heads_of(self, block: BlockPlan) -> Heads | None:
+        """Return how the heads of attention are divided; None for an MLP."""
+        return Heads.divide(block.query, block.kv, self.mesh) if block.query else None
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Return on which of (x, y) ranks do different work inside of the module of this name: the axes of the
+        innermost module around it that has some; none where there is no such module."""
+        parts = name.split(".")
+        around = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((self._work_axes[outer] for outer in around if outer in self._work_axes), ())
+
+    def install(self, module: nn.Module, *installers: Callable[[nn.Module], object]) -> None:
+        """Install sharded layers on a module, and remember how for its copies."""
+        for install in installers:
+            install(module)
+        remembered = self._installers.setdefault(module, [])
+        if remembered is not None:
+            remembered += installers
+
+    def install_copies_by(self, module: nn.Module, installer: Callable[[nn.Module], object]) -> None:
+        """Let copies of a module that has its sharded layer get theirs from this installer."""
+        self._installers[module] = [installer]
+
+    def refuse_copies(self, *modules: nn.Module) -> None:
+        """Note modules that cannot be copied."""
+        self._installers |= dict.fromkeys(modules)
+
+    def can_copy(self, module: nn.Module) -> bool:
+        """Return whether a copy of the module can have sharded layers of its own."""
+        return self._installers.get(module, ()) is not None
+
+    def install_copy(self, original: nn.Module, copy: nn.Module) -> None:
+        """Install the sharded layers of a module on a copy of it."""
+        for install in self._installers.get(original) or ():
+            install(copy)
+
+    def claim(self, module: nn.Module) -> bool:
+        """Note that a module of PEFT gets its sharded layers now; False if it has them already."""
+        new = module not in self._adapted
+        self._adapted.add(module)
+        return new
+
+    def add_block(self, entry: nn.Module, column: Column, row: Row) -> None:
+        """Install the way in to a block on its entry."""
+        self.blocks[entry] = Block(self, entry, column, row)
+
+    def add_reading(self, reader: Reader) -> None:
+        """Let a method that uses parameters of other modules see them as plain tensors."""
+        self.readings.append(Reading(self, reader))
+
+    def set_head(self, *, defers: bool) -> None:
+        """Note whether the head can leave its logits to the loss: not where an adapter changes them."""
+        self.has_head = defers
+
+    def add_regions(self, regions: Mapping[nn.Module, Region]) -> None:
+        """Note the compiled code of modules."""
+        self.regions = regions
+
+    def set_pipeline(self, pipeline: Pipeline) -> None:
+        """Note the pipeline of a model that is divided into stages."""
+        self.pipeline = pipeline
+
+
+def sharded_model(model: object) -> ShardedModel | None:
+    """Return the `parallel_state` of a model with all that is installed on its modules; None for a plain model."""
+    return cast("ShardedModel | None", parallel_state(model))
