@@ -94,9 +94,7 @@ def compare(
     """
     if not runs:
         raise ValueError("there are no runs to compare.")
-    base = base if base is not None else "base" if "base" in runs else next(iter(runs))
-    if base not in runs:
-        raise ValueError(f"the base run {base!r} is not among the runs {', '.join(runs)}.")
+    base = choose_base(runs, base)
     digests = {name: record["identity"]["samples_sha256"] for name, record in (records or {}).items()}
     options, lengths = _options(confidence), _checked(lengths)
     tables = {name: Table.of(results) for name, results in runs.items()}
@@ -128,6 +126,19 @@ def compare(
         "mcnemar": changes,
         "evidence": evidence(tables, base, options),
     }
+
+
+def choose_base(runs: Iterable[str], base: str | None) -> str:
+    """Return the name of the base run: the one that is named, else "base", else the first.
+
+    Raises:
+        ValueError: it is not among the runs.
+    """
+    names = list(runs)
+    base = base if base is not None else "base" if "base" in names else names[0]
+    if base not in names:
+        raise ValueError(f"the base run {base!r} is not among the runs {', '.join(names)}.")
+    return base
 
 
 def _summarize(
