@@ -82,9 +82,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
     for table in terminal_checks(checks):
         Console().print(table)
     if arguments.output is not None:
-        write_json(
-            Path(arguments.output), {"checks": [vars(check) for check in checks], "exit_code": exit_code(checks)}
-        )
+        records = [check.record() for check in checks]
+        write_json(Path(arguments.output), {"checks": records, "exit_code": exit_code(checks)})
         say(arguments.output)
     return exit_code(checks)
 
