@@ -81,17 +81,11 @@ def run(arguments: argparse.Namespace) -> None:
     from hf_axonn_eval.data.sampling import Tally, iter_samples
     from hf_axonn_eval.data.tokenizer_identity import tokenizer_identity
 
-    say(f"documents  {', '.join([*arguments.documents, *(f'{path} (controls)' for path in arguments.control)])}")
     tokenizer = load_tokenizer(arguments.tokenizer, arguments)
     identity = tokenizer_identity(tokenizer)
-    size = f" ({identity['size']:,} tokens, sha256 {identity['sha256'][:12]})" if identity is not None else ""
-    say(f"tokenizer  {arguments.tokenizer}{size}")
-    say(f"protocol   {f'{chosen.name} ({chosen.source})' if chosen is not None else 'none'}")
-    say(f"cuts       {_cuts(sampling)}")
-    say(f"output     {arguments.output}{', written anew' if Path(arguments.output).exists() else ''}")
+    _announce(arguments, chosen, sampling, identity)
     tally = Tally()
-    drop = _drop(arguments.drop)
-    drop |= set(chosen.drop) if chosen is not None else set()
+    drop = _drop(arguments.drop) | (set(chosen.drop) if chosen is not None else set())
     counts = [count_documents(path) for path in (*arguments.documents, *arguments.control)]
     total = None if None in counts else sum(count for count in counts if count is not None)
     # on a terminal alone; TQDM_DISABLE=1 switches it off there, too
@@ -105,17 +99,9 @@ def run(arguments: argparse.Namespace) -> None:
         record = chosen.record(chosen.samples_facts(tally.facts(), sorted(tally.dropped_ids), tokenizer))
     if template is not None:
         record["chat_template"] = template.record()
-    write_about(
-        arguments.output,
-        {
-            **tally.about(),
-            "sha256": digest,
-            "inputs": [*arguments.documents, *arguments.control],
-            "tokenizer": identity,
-            "protocol": record,
-            "extract": dict(chosen.extract) if chosen is not None else {},
-        },
-    )
+    about = {"sha256": digest, "inputs": [*arguments.documents, *arguments.control], "tokenizer": identity}
+    protocol = {"protocol": record, "extract": dict(chosen.extract) if chosen is not None else {}}
+    write_about(arguments.output, {**tally.about(), **about, **protocol})
     _say_written(arguments, tally, digest)
     if chosen is not None:
         say(f"  protocol {chosen.name} ({chosen.source}), docs/protocols.md")
@@ -129,6 +115,18 @@ def run(arguments: argparse.Namespace) -> None:
     words = ["hf-axonn-eval", "extract", "--model", model, "--samples", arguments.output, "--output", f"runs/{name}"]
     say("next:")
     say(f"    {shlex.join(words)}")
+
+
+def _announce(
+    arguments: argparse.Namespace, chosen: Protocol | None, sampling: Sampling, identity: dict[str, Any] | None
+) -> None:
+    """Say what samples will be made of."""
+    size = f" ({identity['size']:,} tokens, sha256 {identity['sha256'][:12]})" if identity is not None else ""
+    say(f"documents  {', '.join([*arguments.documents, *(f'{path} (controls)' for path in arguments.control)])}")
+    say(f"tokenizer  {arguments.tokenizer}{size}")
+    say(f"protocol   {f'{chosen.name} ({chosen.source})' if chosen is not None else 'none'}")
+    say(f"cuts       {_cuts(sampling)}")
+    say(f"output     {arguments.output}{', written anew' if Path(arguments.output).exists() else ''}")
 
 
 def _say_written(arguments: argparse.Namespace, tally: Any, digest: str) -> None:
