@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from hf_axonn_eval.data.documents import count_documents
     from hf_axonn_eval.data.kinds import kind_of
+    from hf_axonn_eval.data.overlaps import read_drop
     from hf_axonn_eval.data.samples import write_about, write_samples
     from hf_axonn_eval.data.sampling import Tally, iter_samples
     from hf_axonn_eval.data.tokenizer_identity import tokenizer_identity
@@ -85,7 +86,8 @@ def run(arguments: argparse.Namespace) -> None:
     identity = tokenizer_identity(tokenizer)
     _announce(arguments, chosen, sampling, identity)
     tally = Tally()
-    drop = _drop(arguments.drop) | (set(chosen.drop) if chosen is not None else set())
+    drop = set(read_drop(arguments.drop)) if arguments.drop is not None else set()
+    drop.update(chosen.drop if chosen is not None else ())
     counts = [count_documents(path) for path in (*arguments.documents, *arguments.control)]
     total = None if None in counts else sum(count for count in counts if count is not None)
     # on a terminal alone; TQDM_DISABLE=1 switches it off there, too
@@ -147,15 +149,6 @@ def _cuts(sampling: Sampling) -> str:
 
 def _text(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _drop(path: str | None) -> set[str]:
-    """The ids of a file that `overlaps` wrote."""
-    if path is None:
-        return set()
-    from hf_axonn_eval.data.overlaps import read_drop
-
-    return set(read_drop(path))
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple[Protocol | None, Sampling]:
