@@ -1,1 +1,1 @@
-"""What results say: intervals, summaries, comparisons of models, membership attacks."""
+"""Statistics of results: intervals, summaries, comparisons of models, membership attacks."""

@@ -1,4 +1,4 @@
-"""What it costs to get texts out of a model: queries and tokens, what a budget gives, and what is sure of it.
+"""The cost of extracting texts from a model: queries and tokens, the yield of a budget, and lower bounds of it.
 
 A query is one draw of a full suffix by the sampler of the run, given the prefix. q, the chance that it is the true
 suffix, is known of every sample from one pass, so nothing is drawn here:
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from scipy.special import betainc
 
-from hf_axonn_eval.analysis.intervals import check_confidence, numbered
+from hf_axonn_eval.analysis.intervals import check_confidence, number_documents
 from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.metrics.discoverability import TRIES, check_tries
@@ -32,16 +32,16 @@ _NOTHING = 1e-300  # bounds below are 0
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Samples:
     """Samples as columns: q, tokens a query (prefix and suffix), documents."""
 
     chances: np.ndarray
     tokens: np.ndarray
     documents: Sequence[str]
 
-    def rows(self, chosen: np.ndarray) -> "_Asked":
-        places = np.flatnonzero(chosen)
-        return _Asked(self.chances[places], self.tokens[places], [self.documents[place] for place in places.tolist()])
+    def rows(self, chosen: np.ndarray) -> "_Samples":
+        documents = [self.documents[place] for place in np.flatnonzero(chosen).tolist()]
+        return _Samples(self.chances[chosen], self.tokens[chosen], documents)
 
 
 def attack_cost(
@@ -52,7 +52,7 @@ def attack_cost(
     tokens: Sequence[int] = (),
     confidence: float = 0.95,
 ) -> dict[str, Any]:
-    """What it costs to draw the suffixes of a run, by bucket.
+    """Estimate the cost of drawing the suffixes of a run, by bucket.
 
     Args:
         results: of one run; read once. Samples without `sampled_logprob` do not enter.
@@ -85,17 +85,17 @@ def attack_cost(
     if not kept:
         return {}
     buckets, chances, lengths, documents = zip(*kept, strict=True)
-    everything = _Asked(np.array(chances), np.array(lengths, dtype=np.float64), documents)
-    of = np.array(buckets)
-    groups = {str(bucket): of == bucket for bucket in np.unique(of)}
-    if len(set(of[of != 0])) > 1:
-        groups[TRAINED] = of != 0
-    wanted = [("queries", budget) for budget in queries] + [("tokens", budget) for budget in tokens]
-    return {name: _group(everything.rows(chosen), list(tries), wanted, confidence) for name, chosen in groups.items()}
+    everything = _Samples(np.array(chances), np.array(lengths, dtype=np.float64), documents)
+    bucket_of = np.array(buckets)
+    groups = {str(bucket): bucket_of == bucket for bucket in np.unique(bucket_of)}
+    if len(set(bucket_of[bucket_of != 0])) > 1:
+        groups[TRAINED] = bucket_of != 0
+    limits = [("queries", budget) for budget in queries] + [("tokens", budget) for budget in tokens]
+    return {name: _group(everything.rows(chosen), list(tries), limits, confidence) for name, chosen in groups.items()}
 
 
 def expected_share(chances: np.ndarray, draws: float) -> np.ndarray:
-    """The chance of each sample to come at least once in `draws` queries.
+    """Compute the chance of each sample to come at least once in `draws` queries.
 
     1 - (1 - q)^k (1 - f q) for k + f queries: k for sure, and one more with chance f.
 
@@ -116,7 +116,7 @@ def expected_share(chances: np.ndarray, draws: float) -> np.ndarray:
 
 
 def share_lower_bounds(sums: np.ndarray, trials: int, *, confidence: float = 0.95) -> np.ndarray:
-    """Lower bounds of the means of several numbers of documents, which hold all at once.
+    """Compute lower bounds of the means of several numbers of documents, which hold all at once.
 
     Each is a `lower_bound` at (1 - confidence) / `len(sums)`, so that the chance that any of them is wrong is at most
     1 - confidence (Bonferroni).
@@ -133,7 +133,7 @@ def share_lower_bounds(sums: np.ndarray, trials: int, *, confidence: float = 0.9
 
 
 def lower_bound(sums: np.ndarray, trials: int, *, level: float) -> np.ndarray:
-    """Lower bounds of means of numbers from 0 to 1, each wrong with a chance of at most `level`.
+    """Compute lower bounds of means of numbers from 0 to 1, each wrong with a chance of at most `level`.
 
     Let S be the sum of n independent numbers from 0 to 1 with mean p, and B binomial with n trials and chance p. Then
     P(S >= x) <= e P(B >= x), where P(B >= x) between whole numbers is the geometric mean, by distance, of those next
@@ -165,9 +165,9 @@ def lower_bound(sums: np.ndarray, trials: int, *, level: float) -> np.ndarray:
 
 
 def _at_least(count: np.ndarray, trials: int, chance: np.ndarray) -> np.ndarray:
-    """P(B >= count) for B binomial."""
-    asked = np.maximum(count, 1)
-    return np.where(count == 0, 1.0, betainc(asked, np.maximum(trials - asked + 1, 1), chance))
+    """Compute P(B >= count) for B binomial."""
+    least = np.maximum(count, 1)
+    return np.where(count == 0, 1.0, betainc(least, np.maximum(trials - least + 1, 1), chance))
 
 
 def _columns(result: SampleResult) -> tuple[int, float, int, str] | None:
@@ -177,47 +177,41 @@ def _columns(result: SampleResult) -> tuple[int, float, int, str] | None:
     return result.bucket, chance, result.prefix_length + result.suffix_length, result.document_id
 
 
-def _group(asked: _Asked, tries: list[int], wanted: list[tuple[str, int]], confidence: float) -> dict[str, Any]:
-    samples, each = len(asked.chances), float(asked.tokens.sum())
-    index, documents = numbered(asked.documents)
+def _group(samples: _Samples, tries: list[int], limits: list[tuple[str, int]], confidence: float) -> dict[str, Any]:
+    count, each = len(samples.chances), float(samples.tokens.sum())
+    index, documents = number_documents(samples.documents)
     sizes = np.bincount(index)
     plans: list[tuple[dict[str, Any], float]] = [({}, float(number)) for number in tries]
-    for unit, budget in wanted:
-        plans.append(({"budget": budget, "unit": unit}, budget / (samples if unit == "queries" else each)))
-    chances = [expected_share(asked.chances, draws) for _, draws in plans]
+    for unit, budget in limits:
+        draws = budget / (count if unit == "queries" else each)
+        plans.append(({"budget": budget, "unit": unit, "draws": draws}, draws))
+    chances = [expected_share(samples.chances, draws) for _, draws in plans]
     sums = [float((np.bincount(index, weights=chance) / sizes).sum()) for chance in chances]
     bounds = share_lower_bounds(np.array(sums), documents, confidence=confidence)
     rows = []
-    for place, (about, number) in enumerate(plans):
-        expected, tokens = float(chances[place].sum()), number * each
-        rows.append(
-            {
-                **about,
-                **({"draws": number} if about else {}),
-                "queries": number * samples,
-                "tokens": tokens,
-                "expected": expected,
-                "share": expected / samples,
-                "tokens_each": tokens / expected if expected > 0 else None,
-                "low": float(bounds[place]) if documents > 1 else None,
-            }
-        )
+    for (about, draws), chance, bound in zip(plans, chances, bounds, strict=True):
+        expected, tokens = float(chance.sum()), draws * each
+        share = {"expected": expected, "share": expected / count}
+        each_text = tokens / expected if expected > 0 else None
+        low = float(bound) if documents > 1 else None
+        whole = {**about, "queries": draws * count, "tokens": tokens}
+        rows.append({**whole, **share, "tokens_each": each_text, "low": low})
     return {
-        "samples": samples,
+        "samples": count,
         "documents": documents,
         "tokens": each,
-        "never": int((asked.chances == 0).sum()),
-        "to_extract": _easiest(asked),
+        "never": int((samples.chances == 0).sum()),
+        "to_extract": _easiest(samples),
         "tries": {str(number): row for number, row in zip(tries, rows, strict=False)},
         "budgets": rows[len(tries) :],
         "bounds": {"count": len(plans), "confidence": confidence, "kind": BOUND},
     }
 
 
-def _easiest(asked: _Asked) -> dict[str, dict[str, float | None]]:
+def _easiest(samples: _Samples) -> dict[str, dict[str, float | None]]:
     with np.errstate(divide="ignore"):
-        queries = 1 / asked.chances
-    costs = {"queries": np.sort(queries), "tokens": np.sort(queries * asked.tokens)}
+        queries = 1 / samples.chances
+    costs = {"queries": np.sort(queries), "tokens": np.sort(queries * samples.tokens)}
     found: dict[str, dict[str, float | None]] = {}
     for share in EASIEST:
         place = ceil(share * len(queries)) - 1

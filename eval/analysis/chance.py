@@ -1,6 +1,6 @@
-"""Whether a model does better on some samples than guessing evenly among all tokens.
+"""A comparison of a model with guessing evenly among all tokens.
 
-One that does not knows nothing of these ids: what it does not reproduce says nothing of what it has seen.
+A model that does no better knows nothing of these ids: what it does not reproduce says nothing of what it has seen.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def against_chance(loss: float | None, vocabulary: int) -> dict[str, Any] | None
 
 
 def chance_of(summary: Mapping[str, Any], record: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """`against_chance` of the numbers of a run, as its run.json tells the size of the vocabulary.
+    """Compare the numbers of a run with chance (`against_chance`), by the vocabulary that its run.json has.
 
     Args:
         summary: the numbers of all samples of the run.

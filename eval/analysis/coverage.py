@@ -1,4 +1,4 @@
-"""How much of a book comes out of a model, in characters.
+"""The share of a book that comes out of a model, in characters.
 
 Windows slide over a book, and p_z is the chance that one draw gives the suffix of a window. A character is covered at
 tau if it is in a suffix with p_z >= tau, so that coverage is a share of the characters of the book, not of windows.
@@ -36,7 +36,7 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Book:
-    """What one model gives of one document.
+    """The parts of one document that one model gives.
 
     Args:
         document_id: the document.
@@ -64,12 +64,12 @@ class Book:
     released: np.ndarray
     greedy: np.ndarray
 
-    def covered(self, threshold: float | None) -> int:
-        """Characters in suffixes with p_z of at least the threshold; None: that greedy decoding gives back."""
+    def count_covered(self, threshold: float | None) -> int:
+        """Count the characters in suffixes with p_z of at least the threshold; None: that greedy decoding gives."""
         return self._count(self._chosen(threshold))
 
-    def covered_as_released(self, threshold: float) -> int:
-        """The same by the ranges of the authors' code."""
+    def count_as_released(self, threshold: float) -> int:
+        """Count the same by the ranges of the authors' code."""
         return self._count(self.released >= threshold)
 
     @property
@@ -78,7 +78,7 @@ class Book:
         return self._count(~np.isnan(self.best))
 
     def passages(self, threshold: float | None) -> list[Passage]:
-        """The longest runs of covered characters, in the order of the text; threshold as of `covered`."""
+        """List the longest runs of covered characters, in the order of the text; threshold as of `count_covered`."""
         chosen = self._chosen(threshold)
         changes = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]])))
         found = []
@@ -101,7 +101,7 @@ def books(
     *,
     tokenizer: Any,
 ) -> dict[str, list[Book]]:
-    """What models give of the documents that have samples at several places.
+    """Find the parts that models give of the documents that have samples at several places.
 
     Args:
         runs: results by the name of the run.
@@ -114,37 +114,37 @@ def books(
         ValueError: a document is missing, has no text, or another one than when it was sampled; results of other
             samples.
     """
-    asked: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     offsets: dict[str, set[int]] = {}
-    for number, sample in enumerate(samples):
-        asked.setdefault(sample.document_id, []).append(number)
+    for place, sample in enumerate(samples):
+        places.setdefault(sample.document_id, []).append(place)
         offsets.setdefault(sample.document_id, set()).add(sample.offset)
-    asked = {name: numbers for name, numbers in asked.items() if len(offsets[name]) > 1}
+    places = {name: some for name, some in places.items() if len(offsets[name]) > 1}
     answers = {name: _answers(results) for name, results in runs.items()}
     found: dict[str, list[Book]] = {name: [] for name in runs}
     seen = set()
     for document in documents:
         name = str(document["id"])
-        if name not in asked or name in seen:
+        if name not in places or name in seen:
             continue
         seen.add(name)
         if not isinstance(document.get("text"), str):
             raise ValueError(f"document {name!r} is token ids, so that it has no characters: give its text.")
-        mine = [samples[number] for number in asked[name]]
-        spans = suffix_spans(document["text"], mine, tokenizer)
+        some = [samples[place] for place in places[name]]
+        spans = suffix_spans(document["text"], some, tokenizer)
         for run, given in answers.items():
-            found[run].append(_book(run, mine, spans, len(document["text"]), given))
-    missing = [name for name in asked if name not in seen]
+            found[run].append(_book(run, some, spans, len(document["text"]), given))
+    missing = [name for name in places if name not in seen]
     if missing:
         raise ValueError(
-            f"{len(missing)} of {len(asked)} documents with samples at several places are not among the documents "
+            f"{len(missing)} of {len(places)} documents with samples at several places are not among the documents "
             f"that were given, such as {missing[0]!r}: give those that `samples` was given, with the same ids."
         )
     return found
 
 
 def book_coverage(found: Mapping[str, Sequence[Book]], *, thresholds: Sequence[float] = THRESHOLDS) -> dict[str, Any]:
-    """The numbers of books, as JSON can say them.
+    """Give the numbers of books, as JSON can say them.
 
     Args:
         found: what `books` returned.
@@ -169,7 +169,7 @@ def book_coverage(found: Mapping[str, Sequence[Book]], *, thresholds: Sequence[f
 
 
 def _answers(results: Iterable[SampleResult]) -> dict[str, tuple[float | None, bool, bool]]:
-    """By sample p_z, whether it is of a stated sampler, and whether greedy decoding gives the suffix back."""
+    """Return by sample p_z, if it is of a stated sampler, and if greedy decoding gives the suffix back."""
     found: dict[str, tuple[float | None, bool, bool]] = {}
     for result in results:
         sampled = result.sampled_logprob is not None
@@ -227,29 +227,18 @@ def _differs(values: np.ndarray) -> np.ndarray:
 
 
 def _numbers(book: Book, thresholds: Sequence[float]) -> dict[str, Any]:
+    def share(characters: int) -> dict[str, Any]:
+        return {"characters": characters, "share": characters / book.characters}
+
     def entry(threshold: float | None) -> dict[str, Any]:
-        passages = book.passages(threshold)
-        covered = book.covered(threshold)
-        return {
-            "characters": covered,
-            "share": covered / book.characters,
-            "passages": len(passages),
-            "longest": max((passage.end - passage.begin for passage in passages), default=0),
-        }
+        lengths = [passage.end - passage.begin for passage in book.passages(threshold)]
+        return {**share(book.count_covered(threshold)), "passages": len(lengths), "longest": max(lengths, default=0)}
 
-    def as_released(threshold: float) -> dict[str, Any]:
-        covered = book.covered_as_released(threshold)
-        return {"characters": covered, "share": covered / book.characters}
-
-    thresholds = thresholds if book.probability is not None else ()
+    by_text = {f"{threshold:g}": threshold for threshold in (thresholds if book.probability is not None else ())}
+    names = ("bucket", "characters", "windows", "greedy_windows", "asked", "probability")
     return {
-        "bucket": book.bucket,
-        "characters": book.characters,
-        "windows": book.windows,
-        "greedy_windows": book.greedy_windows,
-        "asked": book.asked,
-        "probability": book.probability,
+        **{name: getattr(book, name) for name in names},
         "greedy": entry(None),
-        "at": {f"{threshold:g}": entry(threshold) for threshold in thresholds},
-        "at_as_released": {f"{threshold:g}": as_released(threshold) for threshold in thresholds},
+        "at": {text: entry(threshold) for text, threshold in by_text.items()},
+        "at_as_released": {text: share(book.count_as_released(threshold)) for text, threshold in by_text.items()},
     }

@@ -14,43 +14,24 @@ from hf_axonn_eval.metrics.discoverability import CHANCES
 from hf_axonn_eval.metrics.registry import METRICS
 
 
+Columns = dict[str, np.ndarray]
+Bounds = dict[str, tuple[float, float]]
 LIKELY = 1e-3  # a suffix that one draw gives with at least this chance is called extractable by Cooper et al. 2025
 
 
 def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], tries: Sequence[int]) -> dict[str, Any]:
-    """Everything that is said of some samples but membership, which takes two groups; see `summary.summarize`."""
-    columns = {metric: table.columns[metric] for metric in METRICS if metric in table.columns}
-    shares = {metric: columns[metric] for metric in share_names() if metric in columns}
-    means = {metric: column for metric, column in columns.items() if metric not in shares}
-    for length in lengths:
-        long = table.columns["suffix_length"] >= length
-        reached = table.columns["divergence_point"] >= length
-        shares[f"exact_match_at.{length}"] = np.where(long, reached, np.nan)
-    needed = {f"{chance:g}": table.column(f"{NEEDED}{chance:g}") for chance in CHANCES}
-    for chance, column in needed.items():
-        for number in tries:
-            shares[f"discoverable.{chance}.{number}"] = np.where(np.isnan(column), np.nan, column <= number)
-    degenerate = table.column("degenerate")
-    shares["original"] = np.where(degenerate == 0, table.columns["exact_match"], np.nan)
-    bounds = {metric: (METRICS[metric].least, METRICS[metric].most) for metric in means}
-    bleu = table.column("bleu")
-    shares["bleu_copies"] = np.where(np.isnan(bleu), np.nan, bleu > NEAR_BLEU)
-    copies = [name for name in table.columns if name.startswith(NEAR_COPIES) and name != NEAR_COPIES_COST]
-    copies = [name for name in copies if not np.isnan(table.columns[name]).all()]
-    for name in copies:
-        column = table.columns[name]
-        means[name], bounds[name] = column, (0, 1)
-        shares[f"{name}.likely"] = np.where(np.isnan(column), np.nan, column >= LIKELY)
+    """Compute the numbers of some samples but membership, which takes two groups; see `summary.summarize`."""
+    shares, means, bounds = _group_columns(table, lengths, tries)
     found = estimates(shares, means, table.documents, options, bounds=bounds)
-
     entry: dict[str, Any] = {
         "samples": len(table),
         "documents": len(set(table.documents)),
         "metrics": {metric: found[metric] for metric in METRICS if metric in found},
     }
     if lengths:
-        at = {str(length): found.get(f"exact_match_at.{length}") for length in lengths}
-        entry["exact_match_at"] = {length: estimate for length, estimate in at.items() if estimate is not None}
+        at = {str(length): f"exact_match_at.{length}" for length in lengths}
+        entry["exact_match_at"] = {length: found[name] for length, name in at.items() if name in found}
+    needed = {f"{chance:g}": table.column(f"{NEEDED}{chance:g}") for chance in CHANCES}
     if any(not np.isnan(column).all() for column in needed.values()):
         entry["discoverability"] = {
             chance: {
@@ -61,24 +42,49 @@ def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], t
         }
     if "bleu_copies" in found:
         entry["bleu_copies"] = found["bleu_copies"]
+    copies = {name.removeprefix(NEAR_COPIES): name for name in _near_copies(table)}
     if copies:
         entry["near_copies"] = {
-            "edits": {
-                name.removeprefix(NEAR_COPIES): {"probability": found[name], "likely": found[f"{name}.likely"]}
-                for name in copies
-            },
+            "edits": {edit: {"probability": found[n], "likely": found[f"{n}.likely"]} for edit, n in copies.items()},
             "draws": float(np.nanmean(table.column(NEAR_COPIES_COST))),
         }
+    degenerate = table.column("degenerate")
     if not np.isnan(degenerate).all():
-        entry["degenerate"] = {
-            "count": int(np.nansum(degenerate)),
-            "n": int((~np.isnan(degenerate)).sum()),
-            "exact_match_of_others": found.get("original"),
-        }
+        counts = {"count": int(np.nansum(degenerate)), "n": int((~np.isnan(degenerate)).sum())}
+        entry["degenerate"] = {**counts, "exact_match_of_others": found.get("original")}
     near_ties = table.column("near_tie")
     if not np.isnan(near_ties).all():
         entry["undecided"] = _near_ties(near_ties, table.columns["exact_match"])
     return entry
+
+
+def _group_columns(table: Table, lengths: Sequence[int], tries: Sequence[int]) -> tuple[Columns, Columns, Bounds]:
+    """Return the columns that are shares, those that are means, and the bounds of the latter, by name."""
+    columns = {metric: table.columns[metric] for metric in METRICS if metric in table.columns}
+    shares = {metric: columns[metric] for metric in share_names() if metric in columns}
+    means = {metric: column for metric, column in columns.items() if metric not in shares}
+    bounds = {metric: (METRICS[metric].least, METRICS[metric].most) for metric in means}
+    for length in lengths:
+        reached = table.columns["divergence_point"] >= length
+        shares[f"exact_match_at.{length}"] = np.where(table.columns["suffix_length"] >= length, reached, np.nan)
+    for chance in CHANCES:
+        column = table.column(f"{NEEDED}{chance:g}")
+        for number in tries:
+            shares[f"discoverable.{chance:g}.{number}"] = np.where(np.isnan(column), np.nan, column <= number)
+    shares["original"] = np.where(table.column("degenerate") == 0, table.columns["exact_match"], np.nan)
+    bleu = table.column("bleu")
+    shares["bleu_copies"] = np.where(np.isnan(bleu), np.nan, bleu > NEAR_BLEU)
+    for name in _near_copies(table):
+        column = table.columns[name]
+        means[name], bounds[name] = column, (0, 1)
+        shares[f"{name}.likely"] = np.where(np.isnan(column), np.nan, column >= LIKELY)
+    return shares, means, bounds
+
+
+def _near_copies(table: Table) -> list[str]:
+    """List the columns of near copies that any sample has."""
+    names = [name for name in table.columns if name.startswith(NEAR_COPIES) and name != NEAR_COPIES_COST]
+    return [name for name in names if not np.isnan(table.columns[name]).all()]
 
 
 def estimates(
@@ -89,7 +95,7 @@ def estimates(
     *,
     bounds: Mapping[str, tuple[float, float]] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Mean and interval of columns; those that no sample has are left out.
+    """Compute mean and interval of columns; those that no sample has are left out.
 
     Args:
         shares: by name [samples] 1 or 0, NaN where a sample does not have it.
@@ -100,25 +106,25 @@ def estimates(
     Returns:
         By name `mean`, `n` (samples that have it), `low`, `high`, `interval` (its kind), and for shares `count`.
     """
-    asked = {name: column for name, column in {**shares, **means}.items() if not np.isnan(column).all()}
+    known = {name: column for name, column in {**shares, **means}.items() if not np.isnan(column).all()}
     found: dict[str, dict[str, Any]] = {}
-    for name, column in asked.items():
+    for name, column in known.items():
         found[name] = {"mean": float(np.nanmean(column)), "n": int((~np.isnan(column)).sum())}
         if name in shares:
             found[name]["count"] = int(np.nansum(column))
     for intervals, names in (
-        (share_intervals, [name for name in asked if name in shares]),
-        (mean_intervals, [name for name in asked if name not in shares]),
+        (share_intervals, [name for name in known if name in shares]),
+        (mean_intervals, [name for name in known if name not in shares]),
     ):
         if names:
-            columns = np.stack([asked[name] for name in names], axis=1)
-            for name, each in zip(names, intervals(columns, documents, **options), strict=True):
-                found[name] |= ends(each, *(bounds or {}).get(name, (-inf, inf)))
+            columns = np.stack([known[name] for name in names], axis=1)
+            for name, interval in zip(names, intervals(columns, documents, **options), strict=True):
+                found[name] |= ends(interval, *(bounds or {}).get(name, (-inf, inf)))
     return found
 
 
 def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Mean and interval of what one run has more than another, sample by sample.
+    """Compute mean and interval of what one run has more than another, sample by sample.
 
     Args:
         after: the run.
@@ -127,21 +133,17 @@ def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict
     Returns:
         By metric that both have `difference`, `low`, `high`, `n` (samples) and `interval` (its kind).
     """
-    pairs = {
-        metric: (after.columns[metric], before.columns[metric])
-        for metric in METRICS
-        if metric in after.columns and metric in before.columns
-    }
-    changes = {metric: mine - other for metric, (mine, other) in pairs.items()}
-    widths = {metric: METRICS[metric].most - METRICS[metric].least for metric in pairs}
+    common = [metric for metric in METRICS if metric in after.columns and metric in before.columns]
+    changes = {metric: after.columns[metric] - before.columns[metric] for metric in common}
+    widths = {metric: METRICS[metric].most - METRICS[metric].least for metric in common}
     bounds = {metric: (-width, width) for metric, width in widths.items()}
     found = estimates({}, changes, after.documents, options, bounds=bounds)
     for metric in share_names():
         if metric not in found:
             continue
         has = ~np.isnan(changes[metric])
-        mine, other = (column[has] == 1 for column in pairs[metric])
-        found[metric] |= ends(difference_interval(mine, other, after.rows(has).documents, **options))
+        yes, was = (table.columns[metric][has] == 1 for table in (after, before))
+        found[metric] |= ends(difference_interval(yes, was, after.rows(has).documents, **options))
     return {
         metric: {"difference": entry["mean"], **{key: entry[key] for key in ("low", "high", "n", "interval")}}
         for metric, entry in found.items()
@@ -149,7 +151,7 @@ def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict
 
 
 def membership(table: Table, members: np.ndarray, options: Mapping[str, Any]) -> dict[str, Any]:
-    """How well each membership score separates some samples from those of bucket 0; see `membership_attack.attack`.
+    """Measure how well each membership score separates some samples from those of bucket 0; see `attack`.
 
     Args:
         table: all samples.
@@ -177,18 +179,18 @@ def membership(table: Table, members: np.ndarray, options: Mapping[str, Any]) ->
 
 
 def _near_ties(near_ties: np.ndarray, exact: np.ndarray) -> dict[str, int]:
-    asked = ~np.isnan(near_ties)
-    doubtful, exact = near_ties[asked] == 1, exact[asked] == 1
+    known = ~np.isnan(near_ties)
+    doubtful, exact = near_ties[known] == 1, exact[known] == 1
     return {
         "count": int(doubtful.sum()),
-        "n": int(asked.sum()),
+        "n": int(known.sum()),
         "exact_match_at_least": int((exact & ~doubtful).sum()),
         "exact_match_at_most": int((exact | doubtful).sum()),
     }
 
 
 def ends(found: Found, least: float = -inf, most: float = inf) -> dict[str, Any]:
-    """`low`, `high` and `interval` (its kind) as summaries have them, between the least and the most that can be."""
+    """Give `low`, `high` and `interval` (its kind) as summaries have them, between the least and the most possible."""
     if found.interval is None:
         return {"low": None, "high": None, "interval": found.kind}
     low, high = found.interval

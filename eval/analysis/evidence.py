@@ -1,4 +1,4 @@
-"""Whether a model reproduces what it is said to have seen more often than chance gives.
+"""Tests of the hypothesis that a model reproduces what it is said to have seen more often than chance gives.
 
 The question is one for each model: of the samples that were seen at least once according to the samples file, are more
 reproduced verbatim than of the controls, and than by the base model? A document is one trial throughout.
@@ -11,16 +11,17 @@ import numpy as np
 from scipy.stats import fisher_exact
 
 from hf_axonn_eval.analysis.estimates import estimates
-from hf_axonn_eval.analysis.intervals import mcnemar, numbered, sign_test
+from hf_axonn_eval.analysis.intervals import mcnemar, number_documents, sign_test
 from hf_axonn_eval.analysis.table import Table
 
 
 METRIC = "exact_match"
+_TESTS = ("against_controls", "against_base")
 UNEQUAL = 1.1  # times as many samples a document: those with more have more chances of one that is reproduced
 
 
 def evidence(tables: Mapping[str, Table], base: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Shares of what was reproduced verbatim, and tests of them against the controls and the base run.
+    """Compute shares of what was reproduced verbatim, and test them against the controls and the base run.
 
     Args:
         tables: of each run, the same samples in the same order.
@@ -42,16 +43,14 @@ def evidence(tables: Mapping[str, Table], base: str, options: Mapping[str, Any])
         `more` says whether a test finds that more came back, with p_holm of at most 1 - confidence; None without any
         test.
     """
-    found = {name: _of_run(table, None if name == base else tables[base], options) for name, table in tables.items()}
-    tests = [
-        entry[test] for entry in found.values() for test in ("against_controls", "against_base") if entry.get(test)
-    ]
+    found = {name: _test_run(table, None if name == base else tables[base], options) for name, table in tables.items()}
+    by_run = {name: [entry[test] for test in _TESTS if entry[test]] for name, entry in found.items()}
+    tests = [test for some in by_run.values() for test in some]
     holm(tests)
     holm(tests, "smallest_p")
-    for entry in found.values():
-        of_run = [entry[test] for test in ("against_controls", "against_base") if entry[test]]
-        alpha = 1 - options["confidence"] + 1e-12
-        entry["more"] = any(test["upwards"] and test["p_holm"] <= alpha for test in of_run) if of_run else None
+    alpha = 1 - options["confidence"] + 1e-12
+    for name, some in by_run.items():
+        found[name]["more"] = any(test["upwards"] and test["p_holm"] <= alpha for test in some) if some else None
     return found
 
 
@@ -70,10 +69,10 @@ def holm(tests: list[dict[str, Any]], name: str = "p") -> None:
         test[f"{name}_holm"] = largest
 
 
-def _of_run(table: Table, base: Table | None, options: Mapping[str, Any]) -> dict[str, Any]:
+def _test_run(table: Table, base: Table | None, options: Mapping[str, Any]) -> dict[str, Any]:
     sides = {"seen": table.buckets != 0, "controls": table.buckets == 0}
     found: dict[str, Any] = {name: _share(table.rows(side), options) for name, side in sides.items()}
-    found["against_controls"] = found["against_base"] = None
+    found |= dict.fromkeys(_TESTS)
     if found["seen"] is None:
         return found
     if found["controls"] is not None:
@@ -97,13 +96,13 @@ def _share(table: Table, options: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _fisher(seen: Table, controls: Table) -> dict[str, Any] | None:
-    """Fisher's exact test of documents; None where those of one side have more samples each."""
+    """Run Fisher's exact test of documents; None where those of one side have more samples each."""
     samples = [len(side) / len(set(side.documents)) for side in (seen, controls)]
     if max(samples) > UNEQUAL * min(samples):
         return None
     counts = []
     for side in (seen, controls):
-        index, count = numbered(side.documents)
+        index, count = number_documents(side.documents)
         yes = np.bincount(index, weights=side.columns[METRIC], minlength=count) > 0
         counts.append([int(yes.sum()), count])
     (more, all_seen), (fewer, all_controls) = counts

@@ -1,4 +1,4 @@
-"""Whether a model knows the tokens that the goldfish loss left out of its training less than the others.
+"""A comparison of the tokens that the goldfish loss left out of training with the others: does a model know them less?
 
 The goldfish mask is a function of the text, so that it can be computed again. Of every suffix token it is known then
 whether the model was supervised on it or not (it was dropped). If the loss protects, a dropped token is less often the
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hf_axonn_eval.analysis.estimates import ends
-from hf_axonn_eval.analysis.intervals import check_confidence, jackknife_interval, kish, numbered
+from hf_axonn_eval.analysis.intervals import check_confidence, jackknife_interval, kish, number_documents
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 
@@ -32,7 +32,7 @@ _ROWS = 256  # samples whose masks are computed at once
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Which suffix tokens of samples were dropped in training.
+    """The suffix tokens of samples that were dropped in training.
 
     Args:
         place: of each sample id, the number of its first suffix token in `dropped`.
@@ -44,8 +44,8 @@ class TokenMasks:
     dropped: np.ndarray
     settings: Mapping[str, Any]
 
-    def of(self, result: SampleResult) -> np.ndarray:
-        """[suffix_length] of one result.
+    def select(self, result: SampleResult) -> np.ndarray:
+        """Select those of one result, [suffix_length].
 
         Raises:
             ValueError: it is of none of the samples.
@@ -64,7 +64,7 @@ def token_masks(
     context_width: int = 13,
     table: str | os.PathLike[str] | None = None,
 ) -> TokenMasks:
-    """The mask of training on the suffixes of samples; the settings are those that the model was trained with.
+    """Compute the mask of training on the suffixes of samples, by the settings that the model was trained with.
 
     Args:
         samples: as they were asked; their tokens must be those of training.
@@ -114,7 +114,7 @@ def token_masks(
 def goldfish_tokens(
     runs: Mapping[str, Iterable[SampleResult]], masks: TokenMasks, *, confidence: float = 0.95
 ) -> dict[str, Any]:
-    """What runs know of dropped and of supervised tokens.
+    """Measure how well runs know dropped and supervised tokens.
 
     Args:
         runs: results by name, with hits and log-probabilities (not with `stop_early`).
@@ -141,7 +141,7 @@ def goldfish_tokens(
 
 
 def _masks(samples: list[Sample], options: Mapping[str, Any]) -> list[np.ndarray]:
-    """Of samples of one length, those of the suffixes, as `TokenMasks.dropped`."""
+    """Compute the masks of suffixes, of samples of one length, as `TokenMasks.dropped`."""
     import torch
 
     from hf_axonn.goldfish.mask import goldfish_mask
@@ -164,26 +164,26 @@ def _run(
                 f"run {name!r} has no log-probabilities of tokens (sample {result.sample_id!r}): extract without "
                 "--stop_early."
             )
-        hits, nll, dropped = np.array(result.hits), -np.array(result.logprobs), masks.of(result)
+        hits, nll, dropped = np.array(result.hits), -np.array(result.logprobs), masks.select(result)
         sums.append([])
         for value in (1, 0):
-            mine = dropped == value
-            sums[-1] += [float(mine.sum()), float(hits[mine].sum()), float(nll[mine].sum())]
+            side = dropped == value
+            sums[-1] += [float(side.sum()), float(hits[side].sum()), float(nll[side].sum())]
         buckets.append(result.bucket)
         documents.append(result.document_id)
-    table, of = np.array(sums).reshape(-1, 2, 3), np.array(buckets)
+    table, bucket_of = np.array(sums).reshape(-1, 2, 3), np.array(buckets)
     found = {}
-    for bucket in np.unique(of).tolist():
-        mine = np.flatnonzero(of == bucket)
-        index, count = numbered([documents[place] for place in mine])
+    for bucket in np.unique(bucket_of).tolist():
+        rows = np.flatnonzero(bucket_of == bucket)
+        index, count = number_documents([documents[place] for place in rows])
         by_document = np.zeros((count, 2, 3))
-        np.add.at(by_document, index, table[mine])
+        np.add.at(by_document, index, table[rows])
         found[str(bucket)] = by_document_numbers(by_document, confidence)
     return found
 
 
 def by_document_numbers(by_document: np.ndarray, confidence: float) -> dict[str, Any]:
-    """The numbers of one bucket out of [documents, dropped or supervised, (tokens, hits, nll)]."""
+    """Compute the numbers of one bucket from [documents, dropped or supervised, (tokens, hits, nll)]."""
     found: dict[str, Any] = {}
     for side, name in enumerate((DROPPED, SUPERVISED)):
         tokens, hits, _ = by_document[:, side].T
@@ -210,6 +210,6 @@ def by_document_numbers(by_document: np.ndarray, confidence: float) -> dict[str,
 
 
 def _ratio(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, np.ndarray]:
-    """A mean over tokens, and by how much it is less without each document."""
+    """Compute a mean over tokens, and by how much it is less without each document."""
     mean, others = float(sums.sum() / sizes.sum()), sizes.sum() - sizes
     return mean, (sums - mean * sizes) / np.where(others > 0, others, np.inf)

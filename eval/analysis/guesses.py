@@ -1,4 +1,4 @@
-"""How much of the true suffixes an attacker has found by the time of his 100th wrong guess.
+"""The share of the true suffixes that an attacker has found by the time of his 100th wrong guess.
 
 Guesses are made in the order of how sure the attacker is of them, so he must know which of his guesses to trust.
 
@@ -17,7 +17,7 @@ ERRORS = 100
 def recall_at_errors(
     losses: Sequence[float] | np.ndarray, right: Sequence[bool] | np.ndarray, errors: int = ERRORS
 ) -> float:
-    """Share of all samples whose guess is right and comes before the wrong guess of this number.
+    """Compute the share of all samples whose guess is right and comes before the wrong guess of this number.
 
     A sample has one guess. Guesses of equal loss come in the order of the samples, as a stable sort leaves them.
 

@@ -1,4 +1,4 @@
-"""How sure a number is: intervals for shares and means over documents, and for their differences.
+"""Confidence intervals: for shares and means over documents, and for their differences.
 
 Samples of one document are not independent, so documents are what is counted. Four rules, all closed forms:
 
@@ -37,7 +37,7 @@ class Interval(NamedTuple):
 
 
 def clopper_pearson(successes: float, trials: float, *, confidence: float = 0.95) -> Interval:
-    """Clopper and Pearson's exact interval for a share.
+    """Compute Clopper and Pearson's exact interval for a share.
 
     It holds at least `confidence` of the time for every share and number of trials. Wilson's, which is narrower, holds
     84% where about one of the trials is a yes. Whole numbers are not needed: an effective number of trials is none.
@@ -57,7 +57,7 @@ def clopper_pearson(successes: float, trials: float, *, confidence: float = 0.95
 
 
 def kish(sizes: np.ndarray) -> float:
-    """Kish's effective number of documents: (sum m)^2 / sum m^2 for `sizes` m of samples; n where all are equal.
+    """Compute Kish's effective number of documents: (sum m)^2 / sum m^2 for `sizes` m of samples; n if all are equal.
 
     A share of samples is as uncertain as one of so many independent answers, if all samples of a document agree.
     Source: Kish 1965, Survey Sampling.
@@ -73,7 +73,7 @@ class Found(NamedTuple):
 
 
 def share_intervals(answers: np.ndarray, documents: Sequence[Hashable], *, confidence: float = 0.95) -> list[Found]:
-    """Intervals of the shares of yes.
+    """Compute intervals of the shares of yes.
 
     Args:
         answers: [samples, columns] 1 or 0, NaN where a sample was not asked; a column has one answer at least.
@@ -85,7 +85,7 @@ def share_intervals(answers: np.ndarray, documents: Sequence[Hashable], *, confi
         ValueError: not 0 < confidence < 1.
     """
     check_confidence(confidence)
-    index, count = numbered(documents)
+    index, count = number_documents(documents)
     found = []
     for column in answers.T:
         sums, sizes = _by_document(column, index, count)
@@ -104,7 +104,7 @@ def share_intervals(answers: np.ndarray, documents: Sequence[Hashable], *, confi
 def difference_interval(
     after: np.ndarray, before: np.ndarray, documents: Sequence[Hashable], *, confidence: float = 0.95
 ) -> Found:
-    """Interval of the difference of two shares of the same samples.
+    """Compute the interval of the difference of two shares of the same samples.
 
     Args:
         after: [samples] bool.
@@ -114,7 +114,7 @@ def difference_interval(
     Raises:
         ValueError: not 0 < confidence < 1.
     """
-    sizes = np.bincount(numbered(documents)[0])
+    sizes = np.bincount(number_documents(documents)[0])
     if len(sizes) < FEWEST_DOCUMENTS:
         return _too_few(len(sizes))
     trials = kish(sizes)
@@ -123,7 +123,7 @@ def difference_interval(
 
 
 def paired_difference(gained: float, lost: float, trials: float, *, confidence: float = 0.95) -> Interval:
-    """Interval of (gained - lost) / trials, the difference of two shares of the same trials.
+    """Compute the interval of (gained - lost) / trials, the difference of two shares of the same trials.
 
     With g and l the shares gained and lost, each between the ends of its exact interval, and r = -sqrt(g l /
     ((1 - g)(1 - l))), their correlation as shares of one multinomial,
@@ -149,17 +149,17 @@ def paired_difference(gained: float, lost: float, trials: float, *, confidence: 
     of_gained, of_lost = (clopper_pearson(each, trials, confidence=confidence) for each in (gained, lost))
     rest = (1 - more) * (1 - less)
     r = -min(1.0, sqrt(more * less / rest)) if more * less > 0 else 0.0
-    ends = []
-    for mine, other in (
-        (more - of_gained.low, of_lost.high - less),
-        (of_gained.high - more, less - of_lost.low),
-    ):
-        ends.append(sqrt(mine * mine - 2 * r * mine * other + other * other))
-    return Interval(max(-1.0, more - less - ends[0]), min(1.0, more - less + ends[1]))
+
+    def distance(one: float, other: float) -> float:
+        return sqrt(one * one - 2 * r * one * other + other * other)
+
+    low = more - less - distance(more - of_gained.low, of_lost.high - less)
+    high = more - less + distance(of_gained.high - more, less - of_lost.low)
+    return Interval(max(-1.0, low), min(1.0, high))
 
 
 def mean_intervals(values: np.ndarray, documents: Sequence[Hashable], *, confidence: float = 0.95) -> list[Found]:
-    """Intervals of means over samples, or of mean differences of pairs of them.
+    """Compute intervals of means over samples, or of mean differences of pairs of them.
 
     With k documents, S_i and m_i the sum and the number of the samples of document i, M all of them and x the mean,
     the values
@@ -189,7 +189,7 @@ def mean_intervals(values: np.ndarray, documents: Sequence[Hashable], *, confide
         Sampling Techniques, section 6.17.
     """
     check_confidence(confidence)
-    index, count = numbered(documents)
+    index, count = number_documents(documents)
     return [_mean_interval(*_by_document(column, index, count), confidence) for column in values.T]
 
 
@@ -203,7 +203,7 @@ def _mean_interval(sums: np.ndarray, sizes: np.ndarray, confidence: float) -> Fo
 
 
 def jackknife_interval(estimate: float, changes: np.ndarray, freedom: float, *, confidence: float = 0.95) -> Found:
-    """Student's t over documents, corrected for skewness; `mean_intervals` has the formula.
+    """Compute Student's t over documents, corrected for skewness; `mean_intervals` has the formula.
 
     Args:
         estimate: from all documents.
@@ -238,7 +238,7 @@ def jackknife_interval(estimate: float, changes: np.ndarray, freedom: float, *, 
 
 
 def _by_document(column: np.ndarray, index: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sums and numbers of the values of the documents that have any."""
+    """Return sums and numbers of the values of the documents that have any."""
     has = ~np.isnan(column)
     sizes = np.bincount(index[has], minlength=count).astype(np.float64)
     sums = np.bincount(index[has], weights=column[has], minlength=count)
@@ -249,14 +249,14 @@ def _too_few(documents: int) -> Found:
     return Found(None, "none: a single document" if documents == 1 else f"none: {documents} documents are too few")
 
 
-def numbered(documents: Sequence[Hashable]) -> tuple[np.ndarray, int]:
-    """Documents as numbers from 0 on, in the order in which they come, and how many there are."""
+def number_documents(documents: Sequence[Hashable]) -> tuple[np.ndarray, int]:
+    """Number documents from 0 on, in the order in which they come; also return how many there are."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(documents))}
     return np.fromiter((numbers[name] for name in documents), dtype=np.int64, count=len(documents)), len(numbers)
 
 
 def sign_test(gained: int, lost: int) -> float:
-    """Two-sided exact p of `gained` against `lost` changes, if either way were as likely: McNemar's exact test.
+    """Compute the two-sided exact p of `gained` against `lost` changes, if either were as likely: McNemar's test.
 
     min(1, 2 * P(X <= min(gained, lost))), X binomial with gained + lost trials and chance 1/2.
 
@@ -274,7 +274,7 @@ def mcnemar(
     before: Sequence[bool] | np.ndarray,
     documents: Sequence[Hashable] | None = None,
 ) -> dict[str, float | int]:
-    """McNemar's exact test of two models on the same samples, a document as one trial.
+    """Run McNemar's exact test of two models on the same samples, a document as one trial.
 
     Samples of one document change together. So each document counts once: as gained if more of its samples went from
     no to yes than from yes to no, as lost if fewer, and not at all if as many. If the models did not differ, swapping
@@ -296,7 +296,7 @@ def mcnemar(
         raise ValueError(
             f"{len(after)} and {len(before)} answers of {len(documents)} documents: as many are needed, one or more."
         )
-    index, count = numbered(documents)
+    index, count = number_documents(documents)
     net = np.bincount(index, weights=yes.astype(int) - was.astype(int), minlength=count)
     documents_gained, documents_lost = int((net > 0).sum()), int((net < 0).sum())
     return {

@@ -1,4 +1,4 @@
-"""How well a membership score tells members from controls: AUC, TPR at a low FPR, with intervals.
+"""Measures of a membership score that should tell members from controls: AUC, TPR at a low FPR, with intervals.
 
 Intervals are closed forms in which documents are trials, by Kish's effective number where they have several samples.
 docs/evaluation.md has the formulas, docs/results/coverage_attack.md what share of them holds the truth.
@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import ndtri
 from scipy.stats import binom
 
-from hf_axonn_eval.analysis.intervals import Interval, check_confidence, clopper_pearson, kish, numbered
+from hf_axonn_eval.analysis.intervals import Interval, check_confidence, clopper_pearson, kish, number_documents
 
 
 FALSE_POSITIVE_RATES = (0.001, 0.01)
@@ -23,16 +23,16 @@ _ROUNDING = 1e-12  # 0.01 * 300 is not quite 3
 
 
 def auc(members: Sequence[float] | np.ndarray, controls: Sequence[float] | np.ndarray) -> float:
-    """Chance that a member scores higher than a control, ties counted half: the area under the ROC curve.
+    """Compute the chance that a member scores higher than a control, ties counted half: the area under the ROC curve.
 
     Raises:
         ValueError: no members, no controls, or a score that is NaN.
     """
-    return float(placements(*_checked(members, controls)).mean())
+    return float(placements(*_check_scores(members, controls)).mean())
 
 
 def tpr_at_fpr(members: Sequence[float] | np.ndarray, controls: Sequence[float] | np.ndarray, rate: float) -> float:
-    """Largest share of members above a threshold that at most the share `rate` of the controls is above.
+    """Find the largest share of members above a threshold that at most the share `rate` of the controls is above.
 
     It is of these controls: with fewer than 1 / rate it is the share of members that score higher than every control,
     which says nothing of the true rate. `attack` gives it only where there are enough.
@@ -43,8 +43,8 @@ def tpr_at_fpr(members: Sequence[float] | np.ndarray, controls: Sequence[float] 
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"the false positive rate is {rate!r}, but it is a share between 0 and 1.")
-    ours, others = _checked(members, controls)
-    return _share_above(ours, others, np.sort(others)[::-1], _allowed(rate, len(others)))
+    ours, others = _check_scores(members, controls)
+    return _share_above(ours, others, np.sort(others)[::-1], _allow(rate, len(others)))
 
 
 def attack(
@@ -56,7 +56,7 @@ def attack(
     rates: Sequence[float] = FALSE_POSITIVE_RATES,
     confidence: float = 0.95,
 ) -> dict[str, Any]:
-    """How well a score parts members from controls, with intervals.
+    """Measure how well a score parts members from controls, with intervals.
 
     Args:
         members: score of every member.
@@ -78,7 +78,7 @@ def attack(
     check_confidence(confidence)
     if not all(0 < rate <= 1 for rate in rates):
         raise ValueError(f"the false positive rates are {list(rates)!r}, but they are shares above 0 and at most 1.")
-    scores = ours, others = _checked(members, controls)
+    scores = ours, others = _check_scores(members, controls)
     documents = [_documents(*side) for side in zip(scores, (member_documents, control_documents), strict=True)]
     trials = [kish(np.bincount(index)) for index in documents]
     fewest = min(int(index.max()) + 1 for index in documents)
@@ -95,14 +95,14 @@ def attack(
 
 
 def placements(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """The share of `others` that each score is above, ties counted half."""
+    """Compute the share of `others` that each score is above, ties counted half."""
     ranked = np.sort(others)
     below = np.searchsorted(ranked, scores, side="left") + np.searchsorted(ranked, scores, side="right")
     return np.asarray(below / (2 * len(others)))
 
 
 def auc_interval(area: float, variance: float, documents: float, *, confidence: float = 0.95) -> Interval:
-    """Clopper and Pearson's interval of an AUC, each end with the number of trials as which the documents count there.
+    """Compute Clopper and Pearson's interval of an AUC, with the trials that documents count as at each end.
 
     Args:
         area: the AUC.
@@ -121,7 +121,7 @@ def auc_interval(area: float, variance: float, documents: float, *, confidence: 
 
 
 def trials_at_end(area: Any, variance: Any, documents: float, z: float) -> Any:
-    """As how many independent trials the documents count at the lower end of an AUC's interval; arrays too.
+    """Compute the independent trials that documents count as at the lower end of an AUC's interval; arrays, too.
 
     That the AUC is t and not A takes 1 - t / A documents of another kind, which none of those seen are of, and
     which lose against all. Then it has the variance V(t) = t / A * (V + A (A - t) / documents), V that of those
@@ -135,14 +135,14 @@ def trials_at_end(area: Any, variance: Any, documents: float, z: float) -> Any:
 
 
 def thresholds(rate: float, samples: int, documents: float, confidence: float) -> tuple[int, int, int]:
-    """How many controls may be above the threshold of a rate: surely too few, as many as it says, surely too many.
+    """Count the controls that may be above the threshold of a rate: surely too few, by the rate, surely too many.
 
     The true quantile of the controls lies between the two outer thresholds with `confidence`, whatever the
     distribution and with ties: how many of `documents` are above it is binomial.
     """
     trials, tail = floor(documents), (1 - confidence) / 2
     few, many = binom.ppf([tail, 1 - tail], trials, rate) * (samples / trials)
-    return floor(few) - 1, _allowed(rate, samples), ceil(many)
+    return floor(few) - 1, _allow(rate, samples), ceil(many)
 
 
 def _true_positives(
@@ -179,19 +179,19 @@ def _estimate(value: float, ends: Interval | None) -> dict[str, Any]:
     return {"value": float(value), "low": low, "high": high}
 
 
-def _allowed(rate: float, controls: int) -> int:
+def _allow(rate: float, controls: int) -> int:
     return floor(rate * controls * (1 + _ROUNDING))
 
 
 def _share_above(scores: np.ndarray, controls: np.ndarray, ranked: np.ndarray, allowed: int) -> float:
-    """Share of scores above the lowest threshold that at most `allowed` controls, `ranked` from above, exceed."""
+    """Compute the share of scores above the lowest threshold that at most `allowed` controls, `ranked`, exceed."""
     if allowed < 0 or allowed >= len(controls):
         return float(allowed >= 0)
     return float((scores > ranked[allowed]).mean())
 
 
 def _variance(won: np.ndarray, documents: np.ndarray) -> float:
-    """The part of the AUC's variance that comes of one side, members or controls, by the placements of its samples."""
+    """Compute the part of the AUC's variance that one side has, members or controls, by placements of its samples."""
     sums = np.bincount(documents, weights=won - won.mean())
     return float(len(sums) / (len(sums) - 1) * (sums @ sums) / len(won) ** 2)
 
@@ -199,13 +199,14 @@ def _variance(won: np.ndarray, documents: np.ndarray) -> float:
 def _documents(scores: np.ndarray, documents: Sequence[Hashable]) -> np.ndarray:
     if len(scores) != len(documents):
         raise ValueError(f"{len(scores)} scores of {len(documents)} documents: give the document of every score.")
-    return numbered(documents)[0]
+    return number_documents(documents)[0]
 
 
-def _checked(members: Sequence[float] | np.ndarray, controls: Sequence[float] | np.ndarray) -> tuple[np.ndarray, ...]:
-    if not len(members) or not len(controls):
-        raise ValueError(f"{len(members)} members and {len(controls)} controls: one or more of both are needed.")
-    sides = tuple(np.asarray(side, dtype=np.float64) for side in (members, controls))
-    if any(np.isnan(side).any() for side in sides):
+def _check_scores(*sides: Sequence[float] | np.ndarray) -> tuple[np.ndarray, ...]:
+    members, controls = map(len, sides)
+    if not members or not controls:
+        raise ValueError(f"{members} members and {controls} controls: one or more of both are needed.")
+    scores = tuple(np.asarray(side, dtype=np.float64) for side in sides)
+    if any(np.isnan(side).any() for side in scores):
         raise ValueError("a membership score is NaN.")
-    return sides
+    return scores

@@ -1,4 +1,4 @@
-"""From results to numbers: means per bucket with intervals, and runs side by side."""
+"""Summaries of runs: means per bucket with intervals, and runs side by side."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,10 +14,6 @@ from hf_axonn_eval.analysis.table import MEMBERSHIP, Table, share_names
 from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.metrics.discoverability import TRIES, check_tries
-from hf_axonn_eval.metrics.registry import METRICS, value
-
-
-__all__ = ["METRICS", "compare", "summarize", "value"]
 
 
 def summarize(
@@ -28,7 +24,7 @@ def summarize(
     tries: Sequence[int] = TRIES,
     confidence: float = 0.95,
 ) -> dict[str, Any]:
-    """The numbers of a run, per bucket and over all samples.
+    """Compute the numbers of a run, per bucket and over all samples.
 
     Args:
         results: of one run; read once, so that an iterator over a file of any length will do.
@@ -57,7 +53,7 @@ def summarize(
         ValueError: there are no results, or a length or number of draws below 1.
     """
     options = _options(confidence)
-    return _summarize(Table.of(results), record, options, lengths=_checked(lengths), tries=tries)
+    return _summarize(Table.read(results), record, options, lengths=_check_lengths(lengths), tries=tries)
 
 
 def compare(
@@ -69,7 +65,7 @@ def compare(
     tries: Sequence[int] = TRIES,
     confidence: float = 0.95,
 ) -> dict[str, Any]:
-    """Several models on the same samples, and what each differs from the base model by.
+    """Compare several models on the same samples, each with the base model.
 
     Args:
         runs: results by the name of the run; each is read once.
@@ -94,12 +90,10 @@ def compare(
     """
     if not runs:
         raise ValueError("there are no runs to compare.")
-    base = base if base is not None else "base" if "base" in runs else next(iter(runs))
-    if base not in runs:
-        raise ValueError(f"the base run {base!r} is not among the runs {', '.join(runs)}.")
+    base = choose_base(runs, base)
     digests = {name: record["identity"]["samples_sha256"] for name, record in (records or {}).items()}
-    options, lengths = _options(confidence), _checked(lengths)
-    tables = {name: Table.of(results) for name, results in runs.items()}
+    options, lengths = _options(confidence), _check_lengths(lengths)
+    tables = {name: Table.read(results) for name, results in runs.items()}
     tables = {name: _in_order_of(tables[base], table, name, base) for name, table in tables.items()}
     if len(set(digests.values())) > 1:
         raise ValueError(f"the runs were asked different samples, though with the same ids (sha256): {digests}.")
@@ -128,6 +122,19 @@ def compare(
         "mcnemar": changes,
         "evidence": evidence(tables, base, options),
     }
+
+
+def choose_base(runs: Iterable[str], base: str | None) -> str:
+    """Return the name of the base run: the one that is named, else "base", else the first.
+
+    Raises:
+        ValueError: it is not among the runs.
+    """
+    names = list(runs)
+    base = base if base is not None else "base" if "base" in names else names[0]
+    if base not in names:
+        raise ValueError(f"the base run {base!r} is not among the runs {', '.join(names)}.")
+    return base
 
 
 def _summarize(
@@ -160,7 +167,7 @@ def _summarize(
 
 
 def _in_order_of(base: Table, table: Table, name: str, base_name: str) -> Table:
-    """A table with its samples in the order of the base's, so that rows are pairs."""
+    """Order the samples of a table as the base's, so that rows are pairs."""
     places = {sample: place for place, sample in enumerate(table.ids)}
     same = sum(sample in places for sample in base.ids)
     if not same == len(base) == len(table):
@@ -186,10 +193,10 @@ def _changes(table: Table, base: Table) -> dict[str, Any]:
     for name, chosen in groups.items():
         changes[name] = {}
         for metric in share_names():
-            asked = chosen & ~np.isnan(table.column(metric)) & ~np.isnan(base.column(metric))
-            if asked.any():
-                after, before = (each.columns[metric][asked] == 1 for each in (table, base))
-                changes[name][metric] = mcnemar(after, before, table.rows(asked).documents)
+            known = chosen & ~np.isnan(table.column(metric)) & ~np.isnan(base.column(metric))
+            if known.any():
+                after, before = (each.columns[metric][known] == 1 for each in (table, base))
+                changes[name][metric] = mcnemar(after, before, table.rows(known).documents)
     return changes
 
 
@@ -198,7 +205,7 @@ def _options(confidence: float) -> dict[str, Any]:
     return {"confidence": confidence}
 
 
-def _checked(lengths: Sequence[int]) -> list[int]:
+def _check_lengths(lengths: Sequence[int]) -> list[int]:
     if not all(is_count(length, least=1) for length in lengths):
         raise ValueError(f"lengths are {list(lengths)!r}, but they must be whole numbers of at least 1.")
     return sorted(set(lengths))

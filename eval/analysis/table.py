@@ -26,7 +26,7 @@ NEAR_COPIES_COST = "near_copies.draws"
 
 
 def share_names() -> list[str]:
-    """The metrics that are yes or no for a sample."""
+    """List the metrics that are yes or no for a sample."""
     return [name for name, metric in METRICS.items() if metric.mean == "share"]
 
 
@@ -48,7 +48,7 @@ class Table:
     columns: Mapping[str, np.ndarray]
 
     @classmethod
-    def of(cls, results: Iterable[SampleResult]) -> Table:
+    def read(cls, results: Iterable[SampleResult]) -> Table:
         """Read results once.
 
         Raises:
@@ -78,7 +78,7 @@ class Table:
         return len(self.ids)
 
     def rows(self, chosen: np.ndarray) -> Table:
-        """The samples at these places, in this order; `chosen` holds places, or a bool a sample."""
+        """Select the samples at these places, in this order; `chosen` holds places, or a bool a sample."""
         places = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
         in_order = places.tolist()
         return Table(
@@ -89,16 +89,16 @@ class Table:
         )
 
     def column(self, name: str) -> np.ndarray:
-        """A column, all NaN if no sample has the number."""
+        """Return a column, all NaN if no sample has the number."""
         found = self.columns.get(name)
         return np.full(len(self), nan) if found is None else found
 
     def with_column(self, name: str, column: np.ndarray) -> Table:
-        """The same samples with one more number each."""
+        """Return the same samples with one more number each."""
         return Table(self.ids, self.documents, self.buckets, {**self.columns, name: column})
 
     def groups(self) -> dict[str, np.ndarray]:
-        """Which samples belong to each bucket, by its number as text in growing order, and last to "all"."""
+        """Return [samples] bool of each bucket, by its number as text in growing order, and last of "all"."""
         groups = {str(bucket): self.buckets == bucket for bucket in np.unique(self.buckets)}
         return groups | {"all": np.ones(len(self), dtype=bool)}
 

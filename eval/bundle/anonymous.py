@@ -1,5 +1,5 @@
-"""What a bundle says of a run: numbers as they are, names in place of paths, keyed hashes in place of ids and of every
-text that is not known to be harmless.
+"""Records and results as a bundle shows them: numbers as they are, names in place of paths, keyed hashes in place of
+ids and of every text that is not known to be harmless.
 
 What goes in is listed here. What another version adds to run.json or to a result goes in if it is a number; a text of
 an unknown name is hashed with the key, and a list of a result that is not listed is left out: it may be token ids.
@@ -31,7 +31,7 @@ _OPEN = {"versions", "device", "protocol", "deviations"}  # all texts in these a
 _PLAIN = re.compile(r"[\w .,:;+=()%@#*<>'-]{0,100}")
 _DIGEST = re.compile(r"[0-9a-f]{7,128}")
 _SAMPLES = "samples_sha256"
-# per token, and of no use to who does not know the tokens
+# per token, and of no use without the tokens
 _LISTS, _MAPPINGS = {"hits": bool, "logprobs": float, "near_copies": float}, ("membership", "metrics")
 _TEXTS = {"generated", "generated_text", "suffix_text"}
 _HOME = re.compile(r"[\\/](?:home|Users)[\\/]+([^\\/\s]+)")
@@ -57,27 +57,27 @@ class Anonymous:
         known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True) if name)
         self._private = re.compile(rf"(?<![A-Za-z0-9])(?:{known})(?![A-Za-z0-9])", re.IGNORECASE) if known else None
 
-    def hidden(self, text: str) -> str:
-        """The text without the names of the user and the machine, and with the last part of every absolute path."""
+    def hide(self, text: str) -> str:
+        """Remove names of the user and the machine from a text, and of absolute paths all but the last part."""
         text = _ABSOLUTE.sub(lambda path: _last(path[0]), text)
         return self._private.sub("<private>", text) if self._private else text
 
     def name(self, path: str) -> str:
-        """What is left of a path: its last part."""
-        return self.hidden(_last(path))
+        """Return the last part of a path."""
+        return self.hide(_last(path))
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """A command line with names in place of paths."""
+        """Return a command line with names in place of paths."""
         return [self._word(str(word)) for word in words]
 
     def _word(self, word: str) -> str:
         option, equals, rest = word.partition("=")
         if equals and _SEPARATOR.search(rest):  # --model=DIR, base=DIR
             return f"{self.name(option)}={self.name(rest)}"
-        return self.name(word) if _SEPARATOR.search(word) else self.hidden(word)
+        return self.name(word) if _SEPARATOR.search(word) else self.hide(word)
 
     def record(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """run.json, or what it holds, as it may be shown; the sha256 of the samples is hashed with the key."""
+        """Return run.json, or a part of it, as it may be shown; the sha256 of the samples is hashed with the key."""
         return {self._entry(str(name)): self._value(str(name), entry) for name, entry in record.items()}
 
     def _entry(self, name: str) -> str:
@@ -100,29 +100,29 @@ class Anonymous:
         if name in _PATHS:
             return self.name(entry)
         if published:
-            return self.hidden(entry)
+            return self.hide(entry)
         if name in _WORDS and _PLAIN.fullmatch(entry):
             return entry
         return self.key.hash(name, entry)
 
     def samples_hash(self, digest: str) -> str:
-        """The keyed hash of `samples_digest`, as in `record`: that of a file of few short samples could be guessed."""
+        """Hash `samples_digest` with the key, as in `record`: that of a file of few short samples could be guessed."""
         return self.key.hash(_SAMPLES, digest)
 
     def sample_id(self, name: str) -> str:
-        """The id of a sample, or its keyed hash."""
+        """Return the id of a sample, or its keyed hash."""
         return name if self.document_ids else self.key.hash("sample", name)
 
     def document_id(self, name: str) -> str:
-        """The id of a document, or its keyed hash."""
+        """Return the id of a document, or its keyed hash."""
         return name if self.document_ids else self.key.hash("document", name)
 
     def tokens(self, sample: Sample) -> str:
-        """The keyed hash of prefix and suffix."""
+        """Hash prefix and suffix with the key."""
         return self.key.hash("tokens", [list(sample.prefix), list(sample.suffix)])
 
     def result(self, result: SampleResult) -> SampleResult:
-        """The numbers of a result. Metrics that are computed from texts are kept, the texts are not."""
+        """Keep the numbers of a result, with metrics that are computed from texts, and no texts."""
         kept: dict[str, Any] = {}
         for field in fields(SampleResult):
             entry = getattr(result, field.name)
@@ -142,20 +142,20 @@ class Anonymous:
 
 
 def is_number(entry: object) -> bool:
-    """Whether a field of a result is one number, yes or no."""
+    """Test if a field of a result is one number, or yes or no."""
     return isinstance(entry, bool | int | float)
 
 
-def texts_of(entry: Any) -> Iterable[str]:
-    """All texts in what JSON can say."""
+def iterate_texts(entry: Any) -> Iterable[str]:
+    """Yield all texts in what JSON can say."""
     if isinstance(entry, str):
         yield entry
     elif isinstance(entry, Mapping):
         for each in entry.values():
-            yield from texts_of(each)
+            yield from iterate_texts(each)
     elif isinstance(entry, list | tuple):
         for each in entry:
-            yield from texts_of(each)
+            yield from iterate_texts(each)
 
 
 def _last(path: str) -> str:

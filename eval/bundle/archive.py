@@ -24,7 +24,7 @@ _BLOCK = 2**20
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can be the name of a run, and so of a folder in a bundle."""
+    """Test if a text can be the name of a run, and so of a folder in a bundle."""
     return "/" not in text and _NAME.fullmatch(text) is not None
 
 
@@ -94,13 +94,13 @@ def _manifest(bundle: str | os.PathLike[str], file: Path) -> dict[str, Any]:
         raise ValueError(f"{bundle} is not a bundle: it has no {MANIFEST}.")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        told, members = content["format"], content["members"]
+        version, members = content["format"], content["members"]
         if not isinstance(members, dict) or not all(isinstance(member, dict) for member in members.values()):
             raise TypeError
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{bundle} is not a bundle: its {MANIFEST} cannot be read.") from None
-    if told != FORMAT:
-        raise ValueError(f"{bundle} is of format {told!r}, and this version reads {FORMAT!r}.")
+    if version != FORMAT:
+        raise ValueError(f"{bundle} is of format {version!r}, and this version reads {FORMAT!r}.")
     return members
 
 

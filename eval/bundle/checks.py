@@ -1,4 +1,4 @@
-"""What was checked of a bundle, and what came of it."""
+"""The checks of a bundle: what each looked at, and its outcome."""
 
 from __future__ import annotations
 
@@ -18,56 +18,50 @@ _HEADINGS: dict[State, str] = {
 SHOWN = 3  # of many cases; the rest is counted
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One thing that a verifier looks at.
 
     Args:
         what: the thing.
-        state: what came of it.
-        said: figures and names.
+        state: whether it agrees or contradicts, or could not be checked.
+        finding: figures and names.
         needs: of what could not be checked, what it would take.
     """
 
     what: str
     state: State
-    said: str
+    finding: str
     needs: str = ""
 
-    @classmethod
-    def agrees(cls, what: str, said: str) -> Check:
-        """It was checked and agrees."""
-        return cls(what=what, state="agrees", said=said)
+    @property
+    def said(self) -> str:
+        """The finding, by the name that it has in files."""
+        return self.finding
 
-    @classmethod
-    def contradicts(cls, what: str, said: str) -> Check:
-        """Something else came out."""
-        return cls(what=what, state="contradicts", said=said)
-
-    @classmethod
-    def unchecked(cls, what: str, said: str, needs: str) -> Check:
-        """It could not be checked."""
-        return cls(what=what, state="unchecked", said=said, needs=needs)
-
-    @classmethod
-    def of(cls, what: str, wrong: Sequence[str], said: str) -> Check:
-        """Contradicts with what is wrong, if anything is; else agrees with what was `said`."""
-        return cls.contradicts(what, listed(wrong)) if wrong else cls.agrees(what, said)
+    def record(self) -> dict[str, str]:
+        """Return the check as the file of `verify --output` has it."""
+        return {"what": self.what, "state": self.state, "said": self.finding, "needs": self.needs}
 
 
-def listed(cases: Sequence[str]) -> str:
-    """The first of some cases, and how many more there are."""
+def check_cases(what: str, wrong: Sequence[str], finding: str) -> Check:
+    """Return a check that contradicts with what is wrong, if anything is; else it agrees with the `finding`."""
+    return Check(what, "contradicts", join_cases(wrong)) if wrong else Check(what, "agrees", finding)
+
+
+def join_cases(cases: Sequence[str]) -> str:
+    """Join the first of some cases, and count the others."""
     more = f"; and {len(cases) - SHOWN:,} more" if len(cases) > SHOWN else ""
     return "; ".join(cases[:SHOWN]) + more
 
 
 def exit_code(checks: Iterable[Check]) -> int:
-    """1 if anything contradicts, else 0."""
+    """Return 1 if anything contradicts, else 0."""
     return int(any(check.state == "contradicts" for check in checks))
 
 
 def terminal_checks(checks: Sequence[Check]) -> list[Any]:
-    """For rich: what agrees, what contradicts, and what could not be checked, with what that would take."""
+    """List for rich what agrees, what contradicts, and what could not be checked, with what that would take."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
@@ -80,8 +74,8 @@ def terminal_checks(checks: Sequence[Check]) -> list[Any]:
         for _ in range(2):
             table.add_column(overflow="fold")
         for check in some:
-            said = f"{check.said}\nneeded: {check.needs}" if check.needs else check.said
-            table.add_row(Text(visible(check.what)), Text(visible(said, keep="\n")))
+            text = f"{check.finding}\nneeded: {check.needs}" if check.needs else check.finding
+            table.add_row(Text(visible(check.what)), Text(visible(text, keep="\n")))
         if some:
             shown.append(table)
     return shown

@@ -1,7 +1,7 @@
-"""Numbers of one sample that follow from others of it: they are told twice, and must say the same."""
+"""Numbers of one sample that follow from others of it, and so must agree with them."""
 
 from collections.abc import Iterator
-from math import isfinite, log
+from math import isclose, log
 
 from hf_axonn_eval.data.results import LOGPROB_ROUNDING, MEASURED, SampleResult
 from hf_axonn_eval.metrics.registry import METRICS
@@ -13,7 +13,7 @@ _SUM = 1e-6  # of a sum of log-probabilities, relative, and in nats near 0
 
 
 def contradictions(result: SampleResult, near_tie_below: float | None) -> Iterator[str]:
-    """What a result says that its other numbers deny, in words.
+    """Yield sentences on numbers of a result that its other numbers deny.
 
     Args:
         result: without texts and ids.
@@ -25,12 +25,13 @@ def contradictions(result: SampleResult, near_tie_below: float | None) -> Iterat
         if stored is None or name in MEASURED or not set(metric.inputs) <= set(MEASURED):
             continue
         found = metric(vars(result))
-        if found is not None and not _close(float(stored), float(found)):
+        if found is not None and not isclose(float(stored), float(found), rel_tol=_SUM, abs_tol=_SUM):
             yield f"{name} is {stored}, but {', '.join(metric.inputs)} give {found}"
     if hits is not None and result.divergence_point != first_miss(hits):
         yield f"divergence_point is {result.divergence_point}, but by the hits it is {first_miss(hits)}"
-    if logprobs is not None and result.logprob is not None and not _close(result.logprob, sum(logprobs)):
-        yield f"logprob is {result.logprob}, but those of the tokens add up to {sum(logprobs)}"
+    if logprobs is not None and result.logprob is not None:
+        if not isclose(result.logprob, sum(logprobs), rel_tol=_SUM, abs_tol=_SUM):
+            yield f"logprob is {result.logprob}, but those of the tokens add up to {sum(logprobs)}"
     if hits is not None and logprobs is not None:
         for place, (hit, logprob) in enumerate(zip(hits, logprobs, strict=True)):
             if not hit and logprob > HALF + LOGPROB_ROUNDING:
@@ -43,9 +44,3 @@ def contradictions(result: SampleResult, near_tie_below: float | None) -> Iterat
             yield f"edit_distance is {result.edit_distance}, but exact_match {result.exact_match}"
         if result.near_verbatim is not None and result.near_verbatim != (result.edit_distance <= NEAR_VERBATIM):
             yield f"near_verbatim is {result.near_verbatim}, but edit_distance {result.edit_distance}"
-
-
-def _close(told: float, found: float) -> bool:
-    if not isfinite(told) or not isfinite(found):
-        return told == found
-    return abs(told - found) <= _SUM * max(1.0, abs(told), abs(found))

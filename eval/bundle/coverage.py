@@ -1,4 +1,4 @@
-"""How often the intervals of a bundle hold the truth: what was studied, and which of them it has.
+"""The intervals of a bundle, and how often intervals of their kinds hold the truth in studies.
 
 The figures are those of docs/results/coverage.md and docs/results/coverage_attack.md, which are made by a command; a
 test compares them.
@@ -21,35 +21,23 @@ from hf_axonn_eval.analysis.intervals import (
 STUDIED = 0.95  # the confidence of the study
 _PAGE, _ATTACKS = "docs/results/coverage.md", "docs/results/coverage_attack.md"
 _SHARE = {"lowest": 0.953, "cases": 156, "page": _PAGE, "range": "any share, any number of documents from 2 on"}
-_PRINTED = {
-    "range": "AUC 0.5 to 0.999; 2 to 200 documents of members, 2 to 1,000 of controls",
-    "lowest": 0.959,
-    "cases": 540,
-    "page": _ATTACKS,
-}
+_MEANS = (
+    f"{FEWEST_OF_MEAN} documents and more, and at least five times as many as the square of the skewness of the "
+    "values, which data do not prove: not means of what is rare"
+)
+_AUC = "AUC 0.5 to 0.999; 2 to 200 documents of members, 2 to 1,000 of controls"
 STUDIES: dict[str, dict[str, Any]] = {
     EXACT: _SHARE,
     BY_DOCUMENT: _SHARE,
-    GAINED_AND_LOST: {
-        "lowest": 0.929,
-        "cases": 144,
-        "page": _PAGE,
-        "range": f"{FEWEST_DOCUMENTS} documents and more",
-    },
-    MEAN: {
-        "lowest": 0.933,
-        "cases": 53,
-        "page": _PAGE,
-        "range": f"{FEWEST_OF_MEAN} documents and more, and at least five times as many as the square of the skewness "
-        "of the values, which data do not prove: not means of what is rare",
-    },
-    "auc": _PRINTED,
+    GAINED_AND_LOST: {"lowest": 0.929, "cases": 144, "page": _PAGE, "range": f"{FEWEST_DOCUMENTS} documents and more"},
+    MEAN: {"lowest": 0.933, "cases": 53, "page": _PAGE, "range": _MEANS},
+    "auc": {"range": _AUC, "lowest": 0.959, "cases": 540, "page": _ATTACKS},
     "tpr": {"lowest": 0.935, "page": _ATTACKS, "range": "from 10 / rate independent controls on"},
 }
 
 
 def statement(*trees: Mapping[str, Any], confidence: float) -> dict[str, Any]:
-    """What is known of the intervals in some summaries or comparisons.
+    """State what is known of the intervals in some summaries or comparisons.
 
     Args:
         trees: what `summarize` and `compare` return.

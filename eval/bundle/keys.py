@@ -1,5 +1,5 @@
-"""The owner's key, and keyed hashes: they show that a text is the one that was meant to who has key and text, and tell
-nothing to who has not the key, however short the text.
+"""The owner's key, and keyed hashes: with key and text they prove that the text is the one that was meant, and without
+the key they tell nothing, however short the text.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Key:
         self._secret = secret
 
     def hash(self, kind: str, content: str | Sequence[Sequence[int]]) -> str:
-        """HMAC-SHA256 of some content; the same content of another kind has another one.
+        """Return HMAC-SHA256 of some content; the same content of another kind has another one.
 
         Source: RFC 2104 and FIPS 180-4, over the JSON of purpose, kind and content.
         """
@@ -40,12 +40,12 @@ class Key:
 
     @property
     def name(self) -> str:
-        """Tells this key from others, and nothing of the secret."""
+        """Name that tells this key from others, and nothing of the secret."""
         return self.hash("key", "")
 
 
 def make_key(path: str | os.PathLike[str]) -> Key:
-    """A new random key, in a new file that only its owner can read.
+    """Make a random key in a new file that only its owner can read.
 
     Raises:
         FileExistsError: the file is there.
@@ -60,7 +60,7 @@ def make_key(path: str | os.PathLike[str]) -> Key:
 
 
 def read_key(path: str | os.PathLike[str]) -> Key:
-    """The key in a file.
+    """Read the key in a file.
 
     Raises:
         ValueError: there is none, or others than its owner can read it.

@@ -19,11 +19,11 @@ _NEAR_ZERO = 1e-12
 
 
 def summary_file(run: str) -> str:
-    """The member of a bundle that holds the summary of a run."""
+    """Return the member of a bundle that holds the summary of a run."""
     return f"runs/{run}/{SUMMARY}"
 
 
-def computed(
+def compute_trees(
     runs: Mapping[str, Sequence[SampleResult]],
     *,
     base: str,
@@ -31,16 +31,9 @@ def computed(
     lengths: Sequence[int],
     tries: Sequence[int],
 ) -> dict[str, dict[str, Any]]:
-    """Every aggregate, interval and test of some runs, as JSON has them, by the member of the bundle.
+    """Compute every aggregate, interval and test of some runs, as JSON has them, by the member of the bundle.
 
-    Args:
-        runs: results by the name of the run.
-        base: of the runs, the one that the others are compared with.
-        confidence: as of `summarize`.
-        lengths: as of `summarize`.
-        tries: as of `summarize`.
-    Raises:
-        ValueError: as of `compare`.
+    Args and errors are those of `compare`; of one run there is no comparison.
     """
     options: dict[str, Any] = {"confidence": confidence, "lengths": lengths, "tries": tries}
     trees = {summary_file(name): summarize(results, **options) for name, results in runs.items()}
@@ -48,18 +41,23 @@ def computed(
         trees[COMPARISON] = compare(runs, base=base, **options)
     for tree in [*trees.values(), *trees.get(COMPARISON, {}).get("runs", {}).values()]:
         tree.pop("run", None)
-    whole = [trees[COMPARISON]] if COMPARISON in trees else list(trees.values())
-    trees[COVERAGE] = statement(*whole, confidence=confidence)
+    trees[COVERAGE] = state_coverage(trees, confidence)
     return {member: as_json(tree) for member, tree in trees.items()}
 
 
+def state_coverage(trees: Mapping[str, Mapping[str, Any]], confidence: float) -> dict[str, Any]:
+    """State what is known of the intervals of a bundle: those of its comparison, or without one of its summary."""
+    whole = [trees[COMPARISON]] if COMPARISON in trees else [trees[member] for member in trees if member != COVERAGE]
+    return statement(*whole, confidence=confidence)
+
+
 def as_json(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree as it is read from a file."""
+    """Return a tree as it is read from a file."""
     return dict(json.loads(json_text(tree)))
 
 
 def against_chance(summary: Mapping[str, Any], chance: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry `chance` of a summary: that of the run, with what follows from the numbers of the samples."""
+    """Return the entry `chance` of a summary: that of the run, with what follows from the numbers of the samples."""
     loss = summary["all"]["metrics"].get("nll", {}).get("mean")
     level = chance.get("chance_nll")
     if not isinstance(loss, int | float) or not isinstance(level, int | float):
@@ -68,13 +66,13 @@ def against_chance(summary: Mapping[str, Any], chance: Mapping[str, Any]) -> dic
 
 
 @contextmanager
-def registered(described: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Meanwhile the metrics are those that a bundle names: those of its maker that are not known here, too, of which
-    the samples carry the numbers, and none that its maker did not know.
+def use_metrics(described: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Replace the registered metrics by those that a bundle names; of one that is not known here the samples carry the
+    numbers.
     """
     before = dict(METRICS)
     METRICS.clear()
-    METRICS.update({name: before.get(name) or _carried(name, entry) for name, entry in described.items()})
+    METRICS.update({name: before.get(name) or _make_metric(name, entry) for name, entry in described.items()})
     try:
         yield
     finally:
@@ -82,8 +80,8 @@ def registered(described: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         METRICS.update(before)
 
 
-def described(summaries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The metrics: those that are registered, and those that summaries of the runs have besides."""
+def describe_metrics(summaries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Describe the metrics that are registered, and those that summaries of the runs have besides."""
     entries = {
         name: {"mean": metric.mean, "least": str(metric.least), "most": str(metric.most)}
         for name, metric in METRICS.items()
@@ -95,7 +93,7 @@ def described(summaries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any
     return entries
 
 
-def _carried(name: str, entry: Mapping[str, Any]) -> Metric:
+def _make_metric(name: str, entry: Mapping[str, Any]) -> Metric:
     return Metric(
         name=name,
         title=name,
@@ -110,7 +108,7 @@ def _carried(name: str, entry: Mapping[str, Any]) -> Metric:
 
 @dataclass
 class Difference:
-    """What two trees of JSON have in common and in what they differ, by the path of the entry.
+    """Entries that two trees of JSON share, and those in which they differ, by path.
 
     Args:
         compared: how many entries both have.
@@ -127,7 +125,7 @@ class Difference:
     only_computed: list[str] = field(default_factory=list)
 
 
-def difference(claimed: Any, found: Any) -> Difference:
+def compare_trees(claimed: Any, found: Any) -> Difference:
     """Compare two trees of JSON. Texts, counts and yes or no must be equal; other numbers within TOLERANCE."""
     seen = Difference()
     _compare(claimed, found, "", seen)

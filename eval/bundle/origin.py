@@ -1,4 +1,4 @@
-"""Which code made a bundle: release, and commit where that is known."""
+"""The code that made a bundle: release, and commit where that is known."""
 
 import json
 import re
@@ -13,7 +13,7 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 def origin() -> dict[str, Any]:
-    """Release and commit of this package.
+    """Return release and commit of this package.
 
     Returns:
         `hf_axonn`, the release, `numpy` and `scipy`, which compute the intervals; `commit`, in hex, and `modified`,
@@ -35,11 +35,10 @@ def _release(package: str) -> str:
 
 
 def _git(*words: str) -> str | None:
-    """What git prints; None if there is no git, or it fails."""
+    """Return the output of git; None if there is no git, or it fails."""
+    command = ["git", "-C", str(_FOLDER), *words]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(_FOLDER), *words], capture_output=True, text=True, timeout=60, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -47,8 +46,8 @@ def _git(*words: str) -> str | None:
 
 def _installed_from() -> str | None:
     try:
-        told = json.loads(distribution("hf_axonn").read_text("direct_url.json") or "{}")
-        commit = str(told.get("vcs_info", {}).get("commit_id", ""))
+        source = json.loads(distribution("hf_axonn").read_text("direct_url.json") or "{}")
+        commit = str(source.get("vcs_info", {}).get("commit_id", ""))
     except (PackageNotFoundError, ValueError, AttributeError):
         return None
     return commit if _COMMIT.fullmatch(commit) else None

@@ -21,11 +21,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hf_axonn.compat.messages import get_logger
-from hf_axonn_eval.bundle.anonymous import Anonymous, texts_of
+from hf_axonn_eval.analysis.summary import choose_base
+from hf_axonn_eval.bundle import numbers
+from hf_axonn_eval.bundle.anonymous import Anonymous, iterate_texts
 from hf_axonn_eval.bundle.archive import is_name, pack
-from hf_axonn_eval.bundle.checks import listed
+from hf_axonn_eval.bundle.checks import join_cases
 from hf_axonn_eval.bundle.keys import Key
-from hf_axonn_eval.bundle.numbers import against_chance, computed, described, difference, registered, summary_file
 from hf_axonn_eval.bundle.origin import origin
 from hf_axonn_eval.data.jsonl import write_json
 from hf_axonn_eval.data.results import RECORD, SUMMARY, RunDirectory, SampleResult, read_run
@@ -51,7 +52,7 @@ def write_bundle(
 ) -> None:
     """Write the bundle of one run or several of the same samples. The same input and key make the same bytes.
 
-    A summary.json that contradicts the results of its run is told of in a warning; the bundle has what results give.
+    Warns of a summary.json that contradicts the results of its run; the bundle has what results give.
 
     Args:
         runs: directories by the name of the run.
@@ -67,52 +68,42 @@ def write_bundle(
     """
     if not runs:
         raise ValueError("there are no runs to bundle.")
-    base = base if base is not None else "base" if "base" in runs else next(iter(runs))
-    if base not in runs:
-        raise ValueError(f"the base run {base!r} is not among the runs {', '.join(runs)}.")
-    asked = SampleFile(samples)
-    digest = samples_digest(asked)
+    base = choose_base(runs, base)
+    file = SampleFile(samples)
+    digest = samples_digest(file)
     read = {name: read_run(directory) for name, directory in runs.items()}
     summaries = {name: _summary(Path(directory)) for name, directory in runs.items()}
-    texts = [text for record, _ in read.values() for text in texts_of(record)]
+    texts = [text for record, _ in read.values() for text in iterate_texts(record)]
     anonymous = Anonymous(key, texts, document_ids=document_ids)
-    for name, (record, _) in read.items():
-        if not is_name(name) or anonymous.hidden(name) != name:
-            raise ValueError(
-                f"the name of run {name!r} is no plain word, or that of this user or machine: name it, NAME=DIRECTORY."
-            )
-        if record["identity"]["samples_sha256"] != digest:
-            raise ValueError(
-                f"run {name!r} was asked other samples than those in {samples}: theirs have the sha256 "
-                f"{record['identity']['samples_sha256']}, these {digest}."
-            )
+    _check_runs({name: record for name, (record, _) in read.items()}, anonymous, samples, digest)
     if confidence is None:
-        confidence = max((_confidence(record) for record, _ in read.values()))
-    places = {sample.sample_id: place for place, sample in enumerate(asked)}
+        confidence = max(_confidence(record) for record, _ in read.values())
+    places = {sample.sample_id: place for place, sample in enumerate(file)}
     options: dict[str, Any] = {"confidence": confidence, "lengths": sorted(set(lengths)), "tries": list(TRIES)}
-    metrics = described(summary for summary in summaries.values() if summary)
-    with TemporaryDirectory() as scratch, registered(metrics):
+    metrics = numbers.describe_metrics(summary for summary in summaries.values() if summary)
+    with TemporaryDirectory() as scratch, numbers.use_metrics(metrics):
         directory = Path(scratch)
         parts = {}
         for name, (record, results) in read.items():
             folder = directory / "runs" / name
             write_json(folder / RECORD, anonymous.record(record))
             parts[name] = _write_results(folder, results, record, anonymous, places)
-        trees = computed({name: read_run(directory / "runs" / name)[1] for name in runs}, base=base, **options)
+        written = {name: read_run(directory / "runs" / name)[1] for name in runs}
+        trees = numbers.compute_trees(written, base=base, **options)
         for name, summary in summaries.items():
-            _check_summary(name, summary, trees[summary_file(name)])
-            chance = (summary or {}).get("chance")
-            if chance:
-                trees[summary_file(name)]["chance"] = against_chance(trees[summary_file(name)], chance)
+            tree = trees[numbers.summary_file(name)]
+            _check_summary(name, summary, tree)
+            if chance := (summary or {}).get("chance"):
+                tree["chance"] = numbers.against_chance(tree, chance)
         for member, tree in trees.items():
             write_json(directory / member, tree)
-        with open(directory / SAMPLES, "w", encoding="utf-8", newline="\n") as file:
-            file.writelines(sorted(_line(anonymous, sample, parts) for sample in asked))
+        with open(directory / SAMPLES, "w", encoding="utf-8", newline="\n") as lines:
+            lines.writelines(sorted(_line(anonymous, sample, parts) for sample in file))
         about = {
             "made_by": origin(),
             "key": key.name,
             "document_ids": "clear" if document_ids else "keyed",
-            "samples": len(asked),
+            "samples": len(file),
             "samples_sha256": anonymous.samples_hash(digest),
             "runs": list(runs),
             "base": base,
@@ -123,6 +114,23 @@ def write_bundle(
         pack(directory, output)
 
 
+def _check_runs(
+    records: Mapping[str, Mapping[str, Any]], anonymous: Anonymous, samples: str | os.PathLike[str], digest: str
+) -> None:
+    """Raise ValueError for a run of other samples, or a name that tells of its user or is no plain word."""
+    for name, record in records.items():
+        if not is_name(name) or anonymous.hide(name) != name:
+            raise ValueError(
+                f"the name of run {name!r} is no plain word, or that of this user or machine: name it, NAME=DIRECTORY."
+            )
+        found = record["identity"]["samples_sha256"]
+        if found != digest:
+            raise ValueError(
+                f"run {name!r} was asked other samples than those in {samples}: theirs have the sha256 {found}, these "
+                f"{digest}."
+            )
+
+
 def _write_results(
     folder: Path,
     results: Sequence[SampleResult],
@@ -130,7 +138,7 @@ def _write_results(
     anonymous: Anonymous,
     places: Mapping[str, int],
 ) -> dict[str, int]:
-    """Write results in the order of their hashed ids; returns by sample id the part of the run that it is of."""
+    """Write results in the order of their hashed ids; return by sample id the part of the run that it is of."""
     starts = [part.get("index", 0) for part in record.get("parts") or [{}]]
     ids = [result.sample_id for result in results]
     unknown = [name for name in ids if name not in places]
@@ -154,7 +162,7 @@ def _line(anonymous: Anonymous, sample: Any, parts: Mapping[str, Mapping[str, in
 
 
 def _summary(directory: Path) -> dict[str, Any] | None:
-    """summary.json of a run; None if there is none, or not one of `summarize`."""
+    """Read summary.json of a run; None if there is none, or not one of `summarize`."""
     try:
         summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
         return summary if isinstance(summary["all"]["metrics"], dict) else None
@@ -169,23 +177,22 @@ def _check_summary(name: str, written: Mapping[str, Any] | None, found: Mapping[
     shared = {part: written.get(part) for part in ("buckets", "all")}
     if written.get("intervals") != found["intervals"]:
         return  # of another confidence: nothing to compare
-    seen = difference(shared, {part: found[part] for part in shared})
+    seen = numbers.compare_trees(shared, {part: found[part] for part in shared})
     if seen.only_claimed:
         logger.warning(
             "summary.json of run %r has %d entries that do not follow from what a bundle carries, so they are left "
             "out: %s.",
             name,
             len(seen.only_claimed),
-            listed(seen.only_claimed),
+            join_cases(seen.only_claimed),
         )
-    wrong = seen.differing
-    if wrong:
+    if seen.differing:
         logger.warning(
             "summary.json of run %r contradicts its results in %d entries, of which the first is %s. It was edited, "
             "or written by another version. The bundle has what the results give.",
             name,
-            len(wrong),
-            wrong[0],
+            len(seen.differing),
+            seen.differing[0],
         )
 
 

@@ -13,7 +13,7 @@ _WHAT = "signature"
 
 
 def signature_file(bundle: str | os.PathLike[str]) -> Path:
-    """Where the signature of a bundle lies."""
+    """Return the file of the signature of a bundle."""
     return Path(bundle).with_name(Path(bundle).name + ".sig")
 
 
@@ -32,14 +32,14 @@ def sign(bundle: str | os.PathLike[str], key: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{key} is not a file: name an SSH key, as ssh-keygen -t ed25519 makes it.")
     done = _ssh_keygen("sign", "-f", str(key), bundle=bundle)
     if done.returncode or not done.stdout:
-        raise ValueError(f"ssh-keygen did not sign with {key}: {_said(done)}")
+        raise ValueError(f"ssh-keygen did not sign with {key}: {_messages(done)}")
     with replacing(signature_file(bundle)) as file:
         file.write(done.stdout)
     return signature_file(bundle)
 
 
 def check_signature(bundle: str | os.PathLike[str], signers: str | os.PathLike[str] | None) -> Check:
-    """Whether the signature beside a bundle is of these bytes, and by whom.
+    """Check that the signature beside a bundle is of these bytes, and by whom.
 
     Args:
         bundle: the archive.
@@ -52,47 +52,42 @@ def check_signature(bundle: str | os.PathLike[str], signers: str | os.PathLike[s
         raise ValueError(f"{signers} is not a file.")
     if not signature.is_file():
         if signers is not None:
-            return Check.contradicts(_WHAT, f"NOT SIGNED: there is no {signature.name} beside the bundle")
-        return Check.unchecked(
-            _WHAT, "NOT SIGNED: anyone can have written this bundle", "a signature: bundle --sign KEY"
-        )
+            return Check(_WHAT, "contradicts", f"NOT SIGNED: there is no {signature.name} beside the bundle")
+        finding = "NOT SIGNED: anyone can have written this bundle"
+        return Check(_WHAT, "unchecked", finding, "a signature: bundle --sign KEY")
     intact = _ssh_keygen("check-novalidate", "-s", str(signature), bundle=bundle)
     if intact.returncode:
-        return Check.contradicts(_WHAT, f"{signature.name} is not of this bundle: {_said(intact)}")
+        return Check(_WHAT, "contradicts", f"{signature.name} is not of this bundle: {_messages(intact)}")
     by = intact.stdout.decode(errors="replace").strip().rpartition(" with ")[2]
     if signers is None:
-        return Check.unchecked(
-            _WHAT, f"of these bytes, but by whom is unknown: {by}", "the owner's public key: --signers FILE"
-        )
+        finding = f"of these bytes, but by whom is unknown: {by}"
+        return Check(_WHAT, "unchecked", finding, "the owner's public key: --signers FILE")
     found = _ssh_keygen("find-principals", "-s", str(signature), "-f", str(signers), bundle=bundle)
     principals = found.stdout.decode(errors="replace").split()
     if found.returncode or not principals:
-        return Check.contradicts(_WHAT, f"{by} is not among the signers in {Path(signers).name}: {_said(found)}")
+        finding = f"{by} is not among the signers in {Path(signers).name}: {_messages(found)}"
+        return Check(_WHAT, "contradicts", finding)
     person = principals[0].split(",")[0]
     done = _ssh_keygen("verify", "-s", str(signature), "-f", str(signers), "-I", person, bundle=bundle)
     if done.returncode:
-        return Check.contradicts(_WHAT, f"{by} of {person} may not sign this: {_said(done)}")
-    return Check.agrees(_WHAT, f"by {person}, {by}")
+        return Check(_WHAT, "contradicts", f"{by} of {person} may not sign this: {_messages(done)}")
+    return Check(_WHAT, "agrees", f"by {person}, {by}")
 
 
 def _ssh_keygen(action: str, *words: str, bundle: str | os.PathLike[str]) -> subprocess.CompletedProcess[bytes]:
     namespace = () if action == "find-principals" else ("-n", NAMESPACE)
     try:
         with open(bundle, "rb") as content:
-            return subprocess.run(
-                ["ssh-keygen", "-Y", action, *words, *namespace],
-                stdin=content,
-                capture_output=True,
-                check=False,
-            )
+            command = ["ssh-keygen", "-Y", action, *words, *namespace]
+            return subprocess.run(command, stdin=content, capture_output=True, check=False)
     except FileNotFoundError as error:
         if error.filename != "ssh-keygen":
             raise
         raise ValueError("there is no ssh-keygen here: install OpenSSH (Debian: openssh-client).") from None
 
 
-def _said(done: subprocess.CompletedProcess[bytes]) -> str:
-    """What ssh-keygen said, in a line."""
+def _messages(done: subprocess.CompletedProcess[bytes]) -> str:
+    """Join the messages of ssh-keygen in a line."""
     lines = (done.stderr + b"\n" + done.stdout).decode(errors="replace").splitlines()
-    told = [line.strip() for line in lines if line.strip() and "Signing data on" not in line]
-    return "; ".join(dict.fromkeys(told)) or f"exit code {done.returncode}"
+    messages = [line.strip() for line in lines if line.strip() and "Signing data on" not in line]
+    return "; ".join(dict.fromkeys(messages)) or f"exit code {done.returncode}"

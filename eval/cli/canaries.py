@@ -2,40 +2,30 @@
 
 import argparse
 
-from hf_axonn_eval.cli.common import add_model_options, at_least_one, command, from_zero, load, say
+from hf_axonn_eval.cli.common import add_model_options, at_least_one, command, from_zero, load, pick, say
 
 
 def add(commands) -> None:
-    """Say what the two commands take."""
+    """Add the two commands."""
     summary = "put synthetic secrets into training data, and rank them by a model"
     parser = commands.add_parser("canaries", help=summary, description=summary)
     parts = parser.add_subparsers(required=True, metavar="make | rank")
     add = command(parts, "make", "draw canaries and candidates, and put the canaries into training data", make)
     add("--format", default="The random number is {digits:9}.", metavar="TEXT", help="fields: digits, letters, hex")
-    add("--insertions", type=from_zero, nargs="+", default=[0, 1, 4, 16], metavar="N", help="0: controls (0 1 4 16)")
-    add("--each", type=at_least_one, default=4, metavar="N", help="canaries for each number of insertions (default 4)")
-    add("--candidates", type=at_least_one, default=10_000, metavar="N", help="texts to rank among (default 10000)")
-    add(
-        "--documents",
-        reads="documents",
-        metavar="FILE",
-        help="training data, JSON lines; a copy with the canaries is written",
-    )
-    add("--id_key", default="id", metavar="KEY", help="field for the id of a canary in the copy")
-    add("--text_key", default="text", metavar="KEY", help="field with the text")
-    add("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
-    add(
-        "--output",
-        required=True,
-        writes="canaries",
-        metavar="DIR",
-        help="for canaries.json, candidates.jsonl and documents.jsonl",
-    )
+    add("--insertions", type=from_zero, nargs="+", default=[0, 1, 4, 16], help="0: controls (0 1 4 16)")
+    add("--each", type=at_least_one, default=4, help="canaries for each number of insertions (default 4)")
+    add("--candidates", type=at_least_one, default=10_000, help="texts to rank among (default 10000)")
+    data = "training data, JSON lines; a copy with the canaries is written"
+    add("--documents", reads="documents", metavar="FILE", help=data)
+    add("--id_key", help="field for the id of a canary in the copy")
+    add("--text_key", help="field with the text")
+    add("--seed", type=int, default=0, help="of the draws (default 0)")
+    add("--output", required=True, writes="canaries", help="for canaries.json, candidates.jsonl and documents.jsonl")
     add = command(parts, "rank", "exposure of the canaries in one model", rank)
-    add("--canaries", required=True, reads="canaries", metavar="DIR", help="what `canaries make` wrote")
-    add("--output", required=True, writes="ranks", metavar="FILE", help="JSON file to write")
+    add("--canaries", required=True, reads="canaries", help="what `canaries make` wrote")
+    add("--output", required=True, writes="ranks", help="JSON file to write")
     add_model_options(add)
-    add("--batch_size", type=at_least_one, default=8, metavar="N", help="texts in a forward pass (default 8)")
+    add("--batch_size", type=at_least_one, default=8, help="texts in a forward pass (default 8)")
     add("--add_special_tokens", action="store_true", help="begin texts with the tokenizer's BOS, as training did")
 
 
@@ -45,19 +35,11 @@ def make(arguments: argparse.Namespace) -> None:
 
     from hf_axonn_eval.canaries.generate import insert_canaries, make_canaries, write_canaries
 
-    canaries = make_canaries(
-        arguments.format,
-        insertions=arguments.insertions,
-        each=arguments.each,
-        candidates=arguments.candidates,
-        seed=arguments.seed,
-    )
+    canaries = make_canaries(arguments.format, **pick(arguments, "insertions", "each", "candidates", "seed"))
     output = Path(arguments.output)
     if arguments.documents is not None:
         copy = output / "documents.jsonl"
-        added = insert_canaries(
-            arguments.documents, copy, canaries, id_key=arguments.id_key, text_key=arguments.text_key
-        )
+        added = insert_canaries(arguments.documents, copy, canaries, **pick(arguments, "id_key", "text_key"))
         say(f"{added} lines added to a copy of {arguments.documents}: {copy}")
     write_canaries(canaries, output)
     kind = "all" if canaries.complete else "a random sample of"
@@ -77,13 +59,8 @@ def rank(arguments: argparse.Namespace) -> None:
 
     canaries = read_canaries(arguments.canaries)
     loaded = load(arguments)
-    ranked = rank_canaries(
-        loaded.model,
-        loaded.tokenizer,
-        canaries,
-        add_special_tokens=arguments.add_special_tokens,
-        batch_size=arguments.batch_size,
-    )
+    options = pick(arguments, "add_special_tokens", "batch_size")
+    ranked = rank_canaries(loaded.model, loaded.tokenizer, canaries, **options)
     if not ranked:  # not rank 0
         return
     record = ranking_record(ranked, canaries, loaded.record)

@@ -1,7 +1,7 @@
-"""What the commands of `hf-axonn-eval` share: how an option is read, and a table on the terminal.
+"""Options that several commands of `hf-axonn-eval` take, how an option is read, and what is printed.
 
-Each command has a file of its own (samples.py, ...) with `add(commands)`, which says what it takes; what it needs
-is imported when it runs, so that --help does not wait for torch.
+Each command has a file of its own (samples.py, ...) with `add(commands)`, which lists its options; its other imports
+wait until it runs, so that --help does not wait for torch.
 """
 
 import argparse
@@ -16,23 +16,76 @@ from hf_axonn_eval.data.visible import visible
 from hf_axonn_eval.extraction.load_model import DTYPES
 
 
+def from_zero(text: str, least: int = 0) -> int:
+    """Read a whole number of at least 0."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+    return int(text)
+
+
+def at_least_one(text: str) -> int:
+    """Read a whole number of at least 1."""
+    return from_zero(text, 1)
+
+
+def share(text: str) -> float:
+    """Read a number between 0 and 1, without the two."""
+    try:
+        if 0 < float(text) < 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text} is not a number between 0 and 1")
+
+
+# Options of more than one command, as `command` adds them; a command may change an entry, such as the help.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--model": {"reads": "model"},
+    "--tokenizer": {"reads": "tokenizer", "help": "if it is not beside the model"},
+    "--grid": {
+        "metavar": "SIZES",
+        "help": "data=1,z=2,y=1,x=2 (default: axonn_config of accelerate launch, else none)",
+    },
+    "--trust_remote_code": {"action": "store_true", "help": "execute code that comes with the model"},
+    "--samples": {"reads": "samples", "help": "what `samples` wrote"},
+    "--runs": {
+        "reads": "run",
+        "nargs": "+",
+        "metavar": "NAME=DIR",
+        "required": True,
+        "help": "outputs of `extract`, the untrained model first",
+    },
+    "--base": {"metavar": "NAME", "help": "run that the others are compared with (default: base, or the first)"},
+    "--lengths": {"nargs": "+", "default": (), "type": at_least_one, "help": "also verbatim for suffixes cut to N"},
+    "--confidence": {"type": share, "default": 0.95, "help": "of the intervals (default 0.95)"},
+    "--id_key": {"default": "id", "metavar": "KEY"},
+    "--text_key": {"default": "text", "metavar": "KEY"},
+}
+_METAVARS: dict[Any, str] = {int: "N", from_zero: "N", at_least_one: "N", float: "P", share: "P", "documents": "PATH"}
+_METAVARS |= dict.fromkeys(("run", "model", "tokenizer", "report", "canaries", "export"), "DIR")
+
+
 def command(commands, name: str, summary: str, function: Callable[[argparse.Namespace], int | None]) -> Callable:
     """Add a command, whose function returns its exit code or None for 0.
 
     Returns:
         Its `add_argument`, which takes two more: `reads`, the kind (data/kinds.py) of the files that an option names,
-        and `writes`, that of what the command writes there.
+        and `writes`, that of what the command writes there. It begins with the entry of OPTIONS, and a metavar by
+        type or kind.
     """
     parser = commands.add_parser(name, help=summary, description=summary)
     checks: list[tuple[Callable[..., None], str, str, str]] = []
     parser.set_defaults(command=function, checks=checks)
 
-    def add(*names: str, reads: str | None = None, writes: str | None = None, **options: Any) -> None:
-        place = parser.add_argument(*names, **options).dest
-        if reads is not None:
-            checks.append((check_kind, place, reads, names[0]))
-        if writes is not None:
-            checks.append((check_output, place, writes, names[0]))
+    def add(option: str, **settings: Any) -> None:
+        settings = OPTIONS.get(option, {}) | settings
+        files = {check_kind: settings.pop("reads", None), check_output: settings.pop("writes", None)}
+        kinds = [kind for kind in files.values() if kind is not None]
+        if not settings.keys() & {"action", "choices", "metavar"}:
+            known = [_METAVARS[key] for key in (settings.get("type"), *kinds) if key in _METAVARS]
+            settings["metavar"] = (known or ["FILE"])[0]
+        place = parser.add_argument(option, **settings).dest
+        checks.extend((check, place, kind, option) for check, kind in files.items() if kind is not None)
 
     return add
 
@@ -46,75 +99,40 @@ def check_files(arguments: argparse.Namespace) -> None:
             check(path.partition("=")[2] if named else path, kind, option)
 
 
-def add_interval_options(add: Callable) -> None:
-    """The options of every command that shows numbers with intervals."""
-    add("--confidence", type=share, default=0.95, metavar="P", help="of the intervals (default 0.95)")
+def pick(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return options by name, to pass them on."""
+    return {name: getattr(arguments, name) for name in names}
 
 
 def add_model_options(add: Callable) -> None:
-    """The options of every command that asks one model; `load` reads them."""
-    add(
-        "--model",
-        required=True,
-        reads="model",
-        metavar="DIR",
-        help="HF directory, or a sharded checkpoint; a name on the Hub",
-    )
+    """Add the options of every command that asks one model; `load` reads them."""
+    add("--model", required=True, help="HF directory, or a sharded checkpoint; a name on the Hub")
     add("--revision", metavar="NAME", help="branch, tag or commit of a model on the Hub")
-    add("--tokenizer", reads="tokenizer", metavar="DIR", help="if it is not beside the model")
-    add("--grid", metavar="SIZES", help="data=1,z=2,y=1,x=2 (default: axonn_config of accelerate launch, else none)")
+    add("--tokenizer")
+    add("--grid")
     add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as in the checkpoint)")
-    add("--trust_remote_code", action="store_true", help="execute code that comes with the model")
+    add("--trust_remote_code")
 
 
 def load(arguments: argparse.Namespace, **options: Any):
-    """The model that `add_model_options` named, as a `models.LoadedModel`; `options` are more of `load_model`."""
+    """Load the model that `add_model_options` named, as a `LoadedModel`; `options` are more of `load_model`."""
     from hf_axonn_eval.extraction.load_model import load_model
 
     if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # one bar for the job, not one a rank, and none in a file
-    return load_model(
-        arguments.model,
-        grid=read_grid(arguments.grid),
-        tokenizer=arguments.tokenizer,
-        dtype=arguments.dtype,
-        trust_remote_code=arguments.trust_remote_code,
-        revision=arguments.revision,
-        **options,
-    )
+    options |= pick(arguments, "tokenizer", "dtype", "trust_remote_code", "revision")
+    return load_model(arguments.model, grid=read_grid(arguments.grid), **options)
 
 
 def load_tokenizer(path: str, arguments: argparse.Namespace):
-    """The tokenizer of a command that needs no model: without torch where the process is there for the command."""
+    """Load the tokenizer of a command that needs no model, without torch where the process is the command's own."""
     from hf_axonn.compat.without_torch import without_torch
     from hf_axonn_eval.extraction.load_model import load_tokenizer
 
     with without_torch() if arguments.own_process else nullcontext():
         return load_tokenizer(path)
-
-
-def from_zero(text: str, least: int = 0) -> int:
-    """A whole number of at least 0."""
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
-    return int(text)
-
-
-def at_least_one(text: str) -> int:
-    """A whole number of at least 1."""
-    return from_zero(text, 1)
-
-
-def share(text: str) -> float:
-    """A number between 0 and 1, without the two."""
-    try:
-        if 0 < float(text) < 1:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text} is not a number between 0 and 1")
 
 
 def show(
@@ -161,30 +179,49 @@ def check_asked(samples: Iterable[Any], records: Mapping[str, Mapping[str, Any]]
     from hf_axonn_eval.data.samples import samples_digest
 
     digest = samples_digest(samples)
-    asked = {record["identity"]["samples_sha256"] for record in records.values()}
-    if asked != {digest}:
+    digests = {record["identity"]["samples_sha256"] for record in records.values()}
+    if digests != {digest}:
         raise ValueError(
-            f"{path} is not what the runs were asked: its sha256 is {digest}, theirs {', '.join(sorted(asked))}."
+            f"{path} is not what the runs were asked: its sha256 is {digest}, theirs {', '.join(sorted(digests))}."
         )
 
 
 def run_name(directory: str | os.PathLike) -> str:
-    """The name of a run in a table that shows it alone: that of its directory."""
+    """Name a run by its directory, for a table that shows it alone."""
     return os.path.basename(os.path.normpath(directory))
 
 
 def read_grid(text: str | None):
-    """The grid named on the command line, else the one of `accelerate launch --config axonn.yaml`, else None."""
+    """Return the grid named on the command line, else that of `accelerate launch --config axonn.yaml`, else None."""
     if text is None and "AXONN_CONFIG" not in os.environ:
         return None
     from hf_axonn import AxonnConfig, Grid
 
     if text is None:
         return AxonnConfig.from_env().grid
-    sizes = {}
+    return Grid(
+        **read_settings("--grid", text, dict.fromkeys(("data", "z", "y", "x"), from_zero), "data=1,z=2,y=1,x=2")
+    )
+
+
+def read_settings(option: str, text: str, kinds: Mapping[str, Callable[[str], Any]], example: str) -> dict[str, Any]:
+    """Read NAME=VALUE pairs with commas between them.
+
+    Args:
+        option: that they were given to.
+        text: the pairs.
+        kinds: by name what reads the value.
+        example: of a text that would do.
+    Raises:
+        ValueError: another name, one twice, or a value that cannot be read.
+    """
+    settings: dict[str, Any] = {}
     for part in text.split(","):
-        axis, _, size = part.partition("=")
-        if axis not in ("data", "z", "y", "x") or not size.isdecimal() or axis in sizes:
-            raise ValueError(f"--grid {text} is not like data=1,z=2,y=1,x=2.")
-        sizes[axis] = int(size)
-    return Grid(**sizes)
+        name, _, value = part.partition("=")
+        try:
+            if name in settings:
+                raise ValueError
+            settings[name] = kinds[name](value)
+        except (KeyError, ValueError, argparse.ArgumentTypeError):
+            raise ValueError(f"{option} {text} is not like {example}.") from None
+    return settings

@@ -11,18 +11,12 @@ _FORMATS = ("lm-eval", "open-unlearning")
 
 
 def add(commands) -> None:
-    """Say what the command takes."""
+    """Add the command."""
     add = command(commands, "export", "samples as tasks of lm-evaluation-harness or OpenUnlearning", run)
-    add("--samples", required=True, reads="samples", metavar="FILE", help="what `samples` wrote")
-    add(
-        "--tokenizer",
-        required=True,
-        reads="tokenizer",
-        metavar="DIR",
-        help="the tokenizer of the samples, to write them as texts",
-    )
+    add("--samples", required=True)
+    add("--tokenizer", required=True, help="the tokenizer of the samples, to write them as texts")
     add("--format", required=True, choices=_FORMATS, help="the tool")
-    add("--output", required=True, writes="export", metavar="DIR", help="directory for the tasks and their data")
+    add("--output", required=True, writes="export", help="directory for the tasks and their data")
     add("--name", metavar="NAME", help="of the tasks (default: that of the samples file)")
 
 

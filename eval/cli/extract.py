@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn_eval.cli.common import (
-    add_interval_options,
     add_model_options,
     at_least_one,
     command,
+    from_zero,
     load,
     read_grid,
+    read_settings,
     run_name,
     say,
     show,
@@ -25,37 +26,26 @@ _OF_WEIGHTS = ("grid", "dtype", "attn_implementation", "revision", "stop_early")
 
 
 def add(commands) -> None:
-    """Say what the command takes."""
+    """Add the command."""
     about = "prompt one model with the prefixes and score its continuations; resumes an interrupted run"
     add = command(commands, "extract", about, run)
     add_model_options(add)
     add("--server", metavar="URL", help="ask vLLM there (http://host:8000/v1) for --model, as it calls it")
-    add("--samples", required=True, reads="samples", metavar="FILE", help="what `samples` wrote")
-    add("--output", required=True, writes="run", metavar="DIR", help="directory for the results of this model")
-    add(
-        "--batch_size",
-        type=_batch_size,
-        default="auto",
-        metavar="N",
-        help="samples in a forward pass (default auto); with --server requests under way at once (default 8)",
-    )
+    add("--samples", required=True)
+    add("--output", required=True, writes="run", help="directory for the results of this model")
+    at_once = "samples in a forward pass (default auto); with --server requests under way at once (default 8)"
+    add("--batch_size", type=_batch_size, default="auto", metavar="N", help=at_once)
     add("--attn_implementation", metavar="NAME", help="eager, sdpa, ...")
     add("--no_generation", action="store_true", help="only what needs no decoding: no ROUGE, no edit distance")
     add("--generation", action="store_true", help="decode, though the protocol of the samples does not")
     add("--stop_early", action="store_true", help="no probabilities: a sample leaves the pass when it has failed")
-    add(
-        "--sampler",
-        metavar="SETTINGS",
-        help="also the chance of the suffix when drawn: temperature=1,top_k=40; or none",
-    )
+    drawn = "also the chance of the suffix when drawn: temperature=1,top_k=40; or none"
+    add("--sampler", metavar="SETTINGS", help=drawn)
     add("--guesses", action="store_true", help="also how likely the continuations are, and recall at 100 errors")
-    add(
-        "--near_copies",
-        metavar="SETTINGS",
-        help="also a lower bound of the chance of near copies, by a search: edits=5,beams=20",
-    )
+    near = "also a lower bound of the chance of near copies, by a search: edits=5,beams=20"
+    add("--near_copies", metavar="SETTINGS", help=near)
     add("--membership", action="store_true", help="also membership scores: loss, zlib, Min-K%%, Min-K%%++")
-    add_interval_options(add)
+    add("--confidence")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -143,7 +133,7 @@ def _announce(
 
 
 def _where(arguments: argparse.Namespace) -> str:
-    """Where the model runs, in words."""
+    """Say where the model runs."""
     if arguments.server is not None:
         return f"at {arguments.server}"
     grid, ranks = read_grid(arguments.grid), int(os.environ.get("WORLD_SIZE", "1"))
@@ -191,27 +181,27 @@ def _from_server(
     tokenizer = load_tokenizer(arguments.tokenizer, trust_remote_code=arguments.trust_remote_code)
     check_tokenizer(tokenizer, samples)
     backend = CompletionsBackend(JsonClient(arguments.server, key=os.environ.get(_KEY)), arguments.model)
-    asked = {key: value for key, value in options.items() if key not in ("stop_early", "near_copies")}
+    served = {key: value for key, value in options.items() if key not in ("stop_early", "near_copies")}
     requests = REQUESTS if arguments.batch_size == "auto" else arguments.batch_size
-    return extract_served(backend, tokenizer, samples, requests=requests, **asked, **common)
+    return extract_served(backend, tokenizer, samples, requests=requests, **served, **common)
 
 
-def _options(arguments: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What to measure: what the command line says, and where it says nothing what the samples' protocol asks for."""
+def _options(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what to measure, by the command line or else by the samples' protocol, `defaults`."""
     from hf_axonn_eval.metrics.discoverability import Sampler
 
-    sampler = asked.get("sampler") if arguments.sampler is None else _sampler(arguments.sampler)
+    sampler = defaults.get("sampler") if arguments.sampler is None else _sampler(arguments.sampler)
     if arguments.stop_early and arguments.sampler is None:
         sampler = None
     if arguments.generation or arguments.no_generation:
         generate = arguments.generation
     else:
-        generate = asked.get("generate", True)
+        generate = defaults.get("generate", True)
         if not isinstance(generate, bool):
             raise TypeError
     return {
         "generate": generate,
-        "guesses": arguments.guesses or (asked.get("guesses") is True and generate),
+        "guesses": arguments.guesses or (defaults.get("guesses") is True and generate),
         "stop_early": arguments.stop_early,
         "sampler": Sampler(**sampler) if sampler is not None else None,
         "near_copies": _near_copies(arguments.near_copies) if arguments.near_copies is not None else None,
@@ -221,24 +211,15 @@ def _options(arguments: argparse.Namespace, asked: Mapping[str, Any]) -> dict[st
 def _near_copies(text: str) -> Any:
     from hf_axonn_eval.extraction.near_copies import NearCopySearch
 
-    pairs = [part.partition("=") for part in text.split(",")]
-    if any(name not in ("edits", "beams") or not value.isdecimal() for name, _, value in pairs):
-        raise ValueError(f"--near_copies {text} is not like edits=5,beams=20.")
-    return NearCopySearch(**{name: int(value) for name, _, value in pairs})
+    kinds = {"edits": from_zero, "beams": from_zero}
+    return NearCopySearch(**read_settings("--near_copies", text, kinds, "edits=5,beams=20"))
 
 
 def _sampler(text: str) -> dict[str, Any] | None:
     if text == "none":
         return None
-    settings: dict[str, Any] = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        kind = {"temperature": float, "top_k": int, "top_p": float}.get(name)
-        try:
-            settings[name] = kind(value)
-        except (TypeError, ValueError, KeyError):
-            raise ValueError(f"--sampler {text} is not like temperature=1,top_k=40,top_p=0.9, nor none.") from None
-    return settings
+    kinds: dict[str, Any] = {"temperature": float, "top_k": int, "top_p": float}
+    return read_settings("--sampler", text, kinds, "temperature=1,top_k=40,top_p=0.9, nor none")
 
 
 def _batch_size(text: str) -> int | str:

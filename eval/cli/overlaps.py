@@ -3,38 +3,22 @@
 import argparse
 from itertools import chain
 
-from hf_axonn_eval.cli.common import at_least_one, command, load_tokenizer, say, share
+from hf_axonn_eval.cli.common import at_least_one, command, load_tokenizer, pick, say, share
 from hf_axonn_eval.cli.samples import add_document_options, all_documents, documents_of
 
 
 def add(commands) -> None:
-    """Say what the command takes."""
+    """Add the command."""
     add = command(commands, "overlaps", "find documents of different buckets that share text", run)
     add_document_options(add)
-    add(
-        "--held_out",
-        nargs="+",
-        default=[],
-        reads="documents",
-        metavar="PATH",
-        help="the same of documents that nobody trained on",
-    )
-    add(
-        "--tokenizer",
-        reads="tokenizer",
-        metavar="DIR",
-        help="compare token ids, not words; needed for texts beside ids",
-    )
-    add("--output", required=True, writes="overlaps", metavar="FILE", help="JSON file to write")
-    add(
-        "--drop",
-        writes="ids",
-        metavar="FILE",
-        help="also write the ids that `samples --drop` should leave out, one a line",
-    )
-    add("--ngram", type=at_least_one, default=8, metavar="N", help="words, or ids, in a run (default 8)")
-    add("--least", type=share, default=0.2, metavar="P", help="containment from which on to report (default 0.2)")
-    add("--one_in", type=at_least_one, default=1, metavar="N", help="estimate from one of N runs, to save memory")
+    held_out = "the same of documents that nobody trained on"
+    add("--held_out", nargs="+", default=[], reads="documents", help=held_out)
+    add("--tokenizer", help="compare token ids, not words; needed for texts beside ids")
+    add("--output", required=True, writes="overlaps", help="JSON file to write")
+    add("--drop", writes="ids", help="also write the ids that `samples --drop` should leave out, one a line")
+    add("--ngram", type=at_least_one, default=8, help="words, or ids, in a run (default 8)")
+    add("--least", type=share, default=0.2, help="containment from which on to report (default 0.2)")
+    add("--one_in", type=at_least_one, default=1, help="estimate from one of N runs, to save memory")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -49,10 +33,9 @@ def run(arguments: argparse.Namespace) -> None:
         chain(*(documents_of(arguments, path, bucket=0) for path in arguments.held_out)),
         tokenizer=load_tokenizer(arguments.tokenizer, arguments) if arguments.tokenizer is not None else None,
         n=arguments.ngram,
-        least=arguments.least,
-        one_in=arguments.one_in,
+        **pick(arguments, "least", "one_in"),
     )
-    record = {"inputs": {name: getattr(arguments, name) for name in ("documents", "control", "held_out")}}
+    record = {"inputs": pick(arguments, "documents", "control", "held_out")}
     write_json(Path(arguments.output), {**record, "tokenizer": arguments.tokenizer, **found.record()})
     counts = ", ".join(f"{count} of bucket {bucket}" for bucket, count in found.documents.items())
     say(f"compared {counts}: {arguments.output}")

@@ -1,17 +1,18 @@
 """The commands `report` and `compare`: put models beside each other."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_axonn_eval.cli.common import (
-    add_interval_options,
     at_least_one,
     check_asked,
     command,
     load_tokenizer,
+    pick,
     read_runs,
+    read_settings,
     say,
     show,
 )
@@ -19,72 +20,60 @@ from hf_axonn_eval.cli.samples import add_document_options, all_documents
 
 
 def add(commands) -> None:
-    """Say what the commands take."""
+    """Add the two commands."""
     add = command(commands, "report", "a report on one model or several: table, Markdown, JSON, HTML page", run_report)
-    _add_runs(add)
-    add(
-        "--output",
-        required=True,
-        writes="report",
-        metavar="DIR",
-        help="directory for report.html, report.md, summary.json, plot.png",
-    )
-    add("--samples", reads="samples", metavar="FILE", help="what `samples` wrote: the HTML page then shows prefixes")
-    add(
-        "--tokenizer",
-        reads="tokenizer",
-        metavar="DIR",
-        help="to show tokens as text (default: that of the base run, if it is there)",
-    )
-    add("--examples", type=at_least_one, default=4, metavar="N", help="texts shown of every bucket (default 4)")
+    for option in ("--runs", "--base", "--lengths"):
+        add(option)
+    files = "directory for report.html, report.md, summary.json, plot.png"
+    add("--output", required=True, writes="report", help=files)
+    add("--samples", help="what `samples` wrote: the HTML page then shows prefixes")
+    add("--tokenizer", help="to show tokens as text (default: that of the base run, if it is there)")
+    add("--examples", type=at_least_one, default=4, help="texts shown of every bucket (default 4)")
     add("--title", metavar="TEXT", help="heading of the report (default: the names of runs and models)")
     add("--goldfish", metavar="MASK", help="the mask of training, such as strategy=hash-table,k=4,context_width=13")
-    add("--budget_queries", type=at_least_one, nargs="+", default=(), metavar="N", help="what so many queries extract")
-    add("--budget_tokens", type=at_least_one, nargs="+", default=(), metavar="N", help="what so many tokens extract")
+    for unit in ("queries", "tokens"):
+        add(f"--budget_{unit}", type=at_least_one, nargs="+", default=(), help=f"what so many {unit} extract")
     add_document_options(add, required=False)
-    add_interval_options(add)
+    add("--confidence")
 
     add = command(commands, "compare", "the differences of models from a base model, and tests of them", run_compare)
-    _add_runs(add)
-    add(
-        "--output",
-        writes="comparison",
-        metavar="FILE",
-        help="write them: Markdown for a name that ends in .md, else JSON",
-    )
-    add_interval_options(add)
+    for option in ("--runs", "--base", "--lengths"):
+        add(option)
+    add("--output", writes="comparison", help="write them: Markdown for a name that ends in .md, else JSON")
+    add("--confidence")
 
 
 def run_report(arguments: argparse.Namespace) -> None:
     """Show the table, and write the files of the report."""
+    from hf_axonn_eval.analysis.summary import choose_base
     from hf_axonn_eval.data.samples import read_samples
     from hf_axonn_eval.report.write import write_report
 
-    goldfish = _mask(arguments.goldfish)
+    goldfish: dict[str, Any] = {}
+    if arguments.goldfish is not None:
+        kinds = {"strategy": str, "k": int, "context_width": int, "table": str}
+        goldfish = read_settings("--goldfish", arguments.goldfish, kinds, "strategy=hash-table,k=4,context_width=13")
     for option, given in (("--goldfish", goldfish), ("--documents", arguments.documents or arguments.control)):
         if given and arguments.samples is None:
             raise ValueError(f"{option} needs the samples of the runs: give --samples, too.")
     runs, records = read_runs(arguments.runs)
-    options = {"lengths": arguments.lengths, "records": records, "base": arguments.base}
     samples = tokenizer = None
     if arguments.samples is not None:
         samples = read_samples(arguments.samples)
         check_asked(samples, records, arguments.samples)
-        base = arguments.base or ("base" if "base" in records else next(iter(records)))
-        tokenizer = _tokenizer(arguments, records.get(base, {}))
+        tokenizer = _tokenizer(arguments, records[choose_base(records, arguments.base)])
         if tokenizer is not None:
             _check_texts(arguments.samples, tokenizer)
     attacks, books = _attacks(arguments, runs, samples, tokenizer, goldfish)
-    comparison = show(runs, arguments, **options)
+    comparison = show(runs, arguments, records=records, **pick(arguments, "base", "lengths"))
     paths = write_report(
         {**comparison, **attacks},
         arguments.output,
         runs=runs,
         samples=samples,
         tokenizer=tokenizer,
-        examples=arguments.examples,
-        title=arguments.title,
         books=books,
+        **pick(arguments, "examples", "title"),
     )
     for path in paths.values():
         say(path)
@@ -111,7 +100,7 @@ def _attacks(
     tokenizer: Any,
     goldfish: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What the report says of attacks, as entries of the comparison, and the books of its maps."""
+    """Return the numbers of attacks, as entries of the comparison, and the books for maps."""
     from hf_axonn_eval.analysis.attack_cost import attack_cost
     from hf_axonn_eval.analysis.coverage import book_coverage, books
     from hf_axonn_eval.analysis.goldfish_tokens import goldfish_tokens, token_masks
@@ -138,19 +127,6 @@ def _attacks(
     return found, shown
 
 
-def _mask(text: str | None) -> dict[str, Any]:
-    """What --goldfish says; {} without it."""
-    settings: dict[str, Any] = {}
-    for part in text.split(",") if text is not None else ():
-        name, _, value = part.partition("=")
-        kinds: dict[str, Callable[[str], Any]] = {"strategy": str, "k": int, "context_width": int, "table": str}
-        try:
-            settings[name] = kinds[name](value)
-        except (KeyError, ValueError):
-            raise ValueError(f"--goldfish {text} is not like strategy=hash-table,k=4,context_width=13.") from None
-    return settings
-
-
 def run_compare(arguments: argparse.Namespace) -> None:
     """Show the differences, and write them if asked."""
     from rich.console import Console
@@ -162,13 +138,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     runs, records = read_runs(arguments.runs)
     if len(runs) < 2:
         raise ValueError("compare needs two runs or more: --runs base=DIR trained=DIR.")
-    comparison = compare(
-        runs,
-        records=records,
-        base=arguments.base,
-        lengths=arguments.lengths,
-        confidence=arguments.confidence,
-    )
+    comparison = compare(runs, records=records, **pick(arguments, "base", "lengths", "confidence"))
     for table in terminal_differences(comparison):
         Console().print(table)
     if arguments.output is not None:
@@ -179,21 +149,8 @@ def run_compare(arguments: argparse.Namespace) -> None:
         say(output)
 
 
-def _add_runs(add: Callable) -> None:
-    add(
-        "--runs",
-        required=True,
-        nargs="+",
-        reads="run",
-        metavar="NAME=DIR",
-        help="outputs of `extract`, the untrained model first",
-    )
-    add("--base", metavar="NAME", help="run that the others are compared with (default: base, or the first)")
-    add("--lengths", type=at_least_one, nargs="+", default=(), metavar="N", help="also verbatim for suffixes cut to N")
-
-
 def _tokenizer(arguments: argparse.Namespace, record: dict):
-    """The tokenizer that was named, else that of the run if it is still there, else None."""
+    """Load the tokenizer that was named, else that of the run if it is still there, else None."""
     path = arguments.tokenizer or record.get("model", {}).get("tokenizer")
     if arguments.tokenizer is None and (path is None or not Path(path).is_dir()):
         return None

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hf_axonn_eval.cli.common import at_least_one, command, load_tokenizer, run_name, say
+from hf_axonn_eval.cli.common import at_least_one, command, load_tokenizer, pick, run_name, say
 from hf_axonn_eval.data.chat import STYLES, ChatTemplate
 from hf_axonn_eval.data.contract import deviations
 from hf_axonn_eval.data.hub import pinned
@@ -20,71 +20,48 @@ _SETTINGS = tuple(field.name for field in fields(Sampling) if field.name != "kin
 
 
 def add(commands) -> None:
-    """Say what the command takes."""
+    """Add the command."""
     add = command(commands, "samples", "cut documents into prefixes and suffixes", run)
     flag = argparse.BooleanOptionalAction
     add_document_options(add)
-    add(
-        "--drop",
-        reads="ids",
-        metavar="FILE",
-        help="leave out the documents with these ids, one a line, as `overlaps` writes them",
-    )
-    add(
-        "--tokenizer",
-        required=True,
-        reads="tokenizer",
-        metavar="DIR",
-        help="the tokenizer of the models that are to be measured",
-    )
-    add("--output", required=True, writes="samples", metavar="FILE", help="samples file to write")
+    drop = "leave out the documents with these ids, one a line, as `overlaps` writes them"
+    add("--drop", reads="ids", help=drop)
+    add("--tokenizer", required=True, help="the tokenizer of the models that are to be measured")
+    add("--output", required=True, writes="samples", help="samples file to write")
     add("--protocol", choices=PROTOCOLS, help="a published way of asking; options below change it")
     add("--sampling", choices=KINDS, help="where to cut (default offsets; a protocol says it itself)")
-    add("--prefix_length", type=at_least_one, nargs="+", metavar="N", help="tokens shown (default 32)")
-    add("--suffix_length", type=at_least_one, nargs="+", metavar="N", help="tokens asked for (default 32)")
-    add("--offset", type=int, nargs="+", metavar="N", help="tokens before the prefix; a sample for each (default 0)")
+    add("--prefix_length", type=at_least_one, nargs="+", help="tokens shown (default 32)")
+    add("--suffix_length", type=at_least_one, nargs="+", help="tokens asked for (default 32)")
+    add("--offset", type=int, nargs="+", help="tokens before the prefix; a sample for each (default 0)")
     add("--combine", choices=COMBINE, help="several lengths and offsets: each with each, or one changed at a time")
     add("--shared_suffix", action=flag, help="prefixes of several lengths end at the same place")
-    add("--prefix_buckets", type=int, nargs="+", metavar="N", help="all prefix lengths only in these (default all)")
-    add("--max_tokens", type=at_least_one, metavar="N", help="first, last: look at so many tokens (default all)")
-    add("--stride", type=at_least_one, metavar="N", help="sliding: from one window to the next (default 10)")
+    add("--prefix_buckets", type=int, nargs="+", help="all prefix lengths only in these (default all)")
+    add("--max_tokens", type=at_least_one, help="first, last: look at so many tokens (default all)")
+    add("--stride", type=at_least_one, help="sliding: from one window to the next (default 10)")
     add("--stride_unit", choices=STRIDE_UNITS, help="sliding: what the stride counts (default tokens)")
-    add("--slice_characters", type=at_least_one, metavar="N", help="sliding over characters: tokenize exactly so many")
+    add("--slice_characters", type=at_least_one, help="sliding over characters: tokenize exactly so many")
     add("--append_eos", action=flag, help="rest: the suffix ends with the tokenizer's EOS")
-    add("--min_document_tokens", type=int, metavar="N", help="leave out shorter documents")
-    add("--max_document_tokens", type=int, metavar="N", help="leave out longer documents")
-    add("--max_documents", type=at_least_one, metavar="N", help="at most so many documents of each bucket")
+    add("--min_document_tokens", type=int, help="leave out shorter documents")
+    add("--max_document_tokens", type=int, help="leave out longer documents")
+    add("--max_documents", type=at_least_one, help="at most so many documents of each bucket")
     add("--add_special_tokens", action=flag, help="begin documents with the tokenizer's BOS, as training did")
     add("--bos", choices=BOS, help="also a BOS before every prefix, or as the first token of every window")
-    add("--min_type_token_ratio", type=float, metavar="P", help="leave out suffixes with fewer different tokens")
+    add("--min_type_token_ratio", type=float, help="leave out suffixes with fewer different tokens")
     add("--deduplicate", action=flag, help="leave out samples with the same tokens as an earlier one")
     add("--chat_template", choices=STYLES, help="ask in a chat: the prefix from the user, or as begun answer")
 
 
 def add_document_options(add: Callable, *, required: bool = True) -> None:
-    """The options of every command that reads documents; `all_documents` reads them."""
-    add(
-        "--documents",
-        required=required,
-        default=[],
-        nargs="+",
-        reads="documents",
-        metavar="PATH",
-        help="JSON lines or parquet with id, text and bucket; texts; a dataset saved by `datasets`, or hub:OWNER/NAME",
-    )
-    add(
-        "--control",
-        nargs="+",
-        default=[],
-        reads="documents",
-        metavar="PATH",
-        help="the same of documents that were not trained on",
-    )
-    add("--id_key", default="id", metavar="KEY", help="field with the document's id")
+    """Add the options of every command that reads documents; `all_documents` reads them."""
+    forms = "JSON lines or parquet with id, text and bucket; texts; a dataset saved by `datasets`, or hub:OWNER/NAME"
+    add("--documents", required=required, default=[], nargs="+", reads="documents", help=forms)
+    controls = "the same of documents that were not trained on"
+    add("--control", nargs="+", default=[], reads="documents", help=controls)
+    add("--id_key", help="field with the document's id")
     add("--number_documents", action="store_true", help="ids are files and lines or rows, instead of a field")
-    add("--text_key", default="text", metavar="KEY", help="field with its text")
+    add("--text_key", help="field with its text")
     add("--bucket_key", default="bucket", metavar="KEY", help="field with how often it was trained on, 0: control")
-    add("--bucket", type=int, metavar="N", help="this number for all --documents, instead of the field")
+    add("--bucket", type=int, help="this number for all --documents, instead of the field")
     add("--split", metavar="NAME", help="of a dataset that has several")
 
 
@@ -100,21 +77,17 @@ def run(arguments: argparse.Namespace) -> None:
 
     from hf_axonn_eval.data.documents import count_documents
     from hf_axonn_eval.data.kinds import kind_of
+    from hf_axonn_eval.data.overlaps import read_drop
     from hf_axonn_eval.data.samples import write_about, write_samples
     from hf_axonn_eval.data.sampling import Tally, iter_samples
     from hf_axonn_eval.data.tokenizer_identity import tokenizer_identity
 
-    say(f"documents  {', '.join([*arguments.documents, *(f'{path} (controls)' for path in arguments.control)])}")
     tokenizer = load_tokenizer(arguments.tokenizer, arguments)
     identity = tokenizer_identity(tokenizer)
-    size = f" ({identity['size']:,} tokens, sha256 {identity['sha256'][:12]})" if identity is not None else ""
-    say(f"tokenizer  {arguments.tokenizer}{size}")
-    say(f"protocol   {f'{chosen.name} ({chosen.source})' if chosen is not None else 'none'}")
-    say(f"cuts       {_cuts(sampling)}")
-    say(f"output     {arguments.output}{', written anew' if Path(arguments.output).exists() else ''}")
+    _announce(arguments, chosen, sampling, identity)
     tally = Tally()
-    drop = _drop(arguments.drop)
-    drop |= set(chosen.drop) if chosen is not None else set()
+    drop = set(read_drop(arguments.drop)) if arguments.drop is not None else set()
+    drop.update(chosen.drop if chosen is not None else ())
     counts = [count_documents(path) for path in (*arguments.documents, *arguments.control)]
     total = None if None in counts else sum(count for count in counts if count is not None)
     # on a terminal alone; TQDM_DISABLE=1 switches it off there, too
@@ -128,17 +101,9 @@ def run(arguments: argparse.Namespace) -> None:
         record = chosen.record(chosen.samples_facts(tally.facts(), sorted(tally.dropped_ids), tokenizer))
     if template is not None:
         record["chat_template"] = template.record()
-    write_about(
-        arguments.output,
-        {
-            **tally.about(),
-            "sha256": digest,
-            "inputs": [*arguments.documents, *arguments.control],
-            "tokenizer": identity,
-            "protocol": record,
-            "extract": dict(chosen.extract) if chosen is not None else {},
-        },
-    )
+    about = {"sha256": digest, "inputs": [*arguments.documents, *arguments.control], "tokenizer": identity}
+    protocol = {"protocol": record, "extract": dict(chosen.extract) if chosen is not None else {}}
+    write_about(arguments.output, {**tally.about(), **about, **protocol})
     _say_written(arguments, tally, digest)
     if chosen is not None:
         say(f"  protocol {chosen.name} ({chosen.source}), docs/protocols.md")
@@ -154,6 +119,18 @@ def run(arguments: argparse.Namespace) -> None:
     say(f"    {shlex.join(words)}")
 
 
+def _announce(
+    arguments: argparse.Namespace, chosen: Protocol | None, sampling: Sampling, identity: dict[str, Any] | None
+) -> None:
+    """Say what samples will be made of."""
+    size = f" ({identity['size']:,} tokens, sha256 {identity['sha256'][:12]})" if identity is not None else ""
+    say(f"documents  {', '.join([*arguments.documents, *(f'{path} (controls)' for path in arguments.control)])}")
+    say(f"tokenizer  {arguments.tokenizer}{size}")
+    say(f"protocol   {f'{chosen.name} ({chosen.source})' if chosen is not None else 'none'}")
+    say(f"cuts       {_cuts(sampling)}")
+    say(f"output     {arguments.output}{', written anew' if Path(arguments.output).exists() else ''}")
+
+
 def _say_written(arguments: argparse.Namespace, tally: Any, digest: str) -> None:
     """Say how many samples there are, of which buckets, and which documents were left out and why."""
     say(f"{tally.samples} samples from {tally.documents} documents: {arguments.output}")
@@ -165,7 +142,7 @@ def _say_written(arguments: argparse.Namespace, tally: Any, digest: str) -> None
 
 
 def _cuts(sampling: Sampling) -> str:
-    """Where documents are cut, as the command line would say it."""
+    """Write where documents are cut, as the command line would."""
     settings = {name: value for name, value in sampling.settings().items() if value not in (None, False, ())}
     return ", ".join(f"{name} {_text(value)}" for name, value in settings.items())
 
@@ -174,18 +151,9 @@ def _text(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _drop(path: str | None) -> set[str]:
-    """The ids of a file that `overlaps` wrote."""
-    if path is None:
-        return set()
-    from hf_axonn_eval.data.overlaps import read_drop
-
-    return set(read_drop(path))
-
-
 def _chosen(arguments: argparse.Namespace) -> tuple[Protocol | None, Sampling]:
     """The protocol, if one is named, and where to cut."""
-    given = {name: getattr(arguments, name) for name in _SETTINGS if getattr(arguments, name) is not None}
+    given = {name: value for name, value in pick(arguments, *_SETTINGS).items() if value is not None}
     if arguments.protocol is None:
         kind = arguments.sampling or "offsets"
         return None, changed_sampling(Sampling(kind=kind), given, whose=f"--sampling {kind}")
@@ -209,8 +177,6 @@ def documents_of(arguments: argparse.Namespace, path: str, *, bucket: int | None
     return iter_documents(
         path,
         id_key=None if arguments.number_documents else arguments.id_key,
-        text_key=arguments.text_key,
-        bucket_key=arguments.bucket_key,
-        split=arguments.split,
         bucket=bucket,
+        **pick(arguments, "text_key", "bucket_key", "split"),
     )

@@ -7,11 +7,11 @@ from hf_axonn_eval.cli.common import check_asked, command, say
 
 
 def add(commands: Any) -> None:
-    """Say what the command takes."""
+    """Add the command."""
     add = command(commands, "tokens", "write the log-probability of every suffix token of a run", run)
-    add("--run", required=True, reads="run", metavar="DIR", help="output of `extract`")
-    add("--output", required=True, writes="tokens", metavar="FILE", help="a name that ends in .parquet or .npz")
-    add("--samples", reads="samples", metavar="FILE", help="what `samples` wrote: also the ids of the tokens")
+    add("--run", required=True, reads="run", help="output of `extract`")
+    add("--output", required=True, writes="tokens", help="a name that ends in .parquet or .npz")
+    add("--samples", help="what `samples` wrote: also the ids of the tokens")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,5 +1,5 @@
-"""What a report says after its verdicts, a sentence each: what was asked, what came back, how sure that is, what was
-left out, and what the models say of their own training.
+"""The sentences of a report after its verdicts: what was asked, what came back, how sure that is, what was left out,
+and what the models say of their own training.
 
 Every number is one of the comparison's.
 """
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_axonn_eval.report import protocols, tables, training
-from hf_axonn_eval.report.verdict import DRAWS, P
-from hf_axonn_eval.report.words import count, listed, times
+from hf_axonn_eval.report.verdict import DRAWS, count_drawn
+from hf_axonn_eval.report.words import count, join_words, times
 
 
 METRIC = "exact_match"
@@ -19,26 +19,21 @@ Comparison = Mapping[str, Any]
 
 
 def answer(comparison: Comparison) -> list[str]:
-    """The five sentences.
+    """Write the five sentences.
 
-    How often a document was seen is what the samples file says. What greedy decoding gave back is told of the samples
-    that were seen most often and of the controls, and what sampling finds of all that were seen.
+    How often a document was seen is what the samples file says. Greedy decoding is reported for the samples that
+    were seen most often and for the controls, sampling for all that were seen.
 
     Args:
         comparison: what `compare` returned.
     """
     seen = [bucket for bucket in tables.buckets(comparison) if bucket != "0"]
     largest = max(seen, key=int, default="0")
-    return [
-        _asked(comparison, seen),
-        _came_back(comparison, seen, largest),
-        _how_sure(comparison, largest),
-        _left_out(comparison),
-        training.sentence(comparison),
-    ]
+    own = _came_back(comparison, seen, largest), _how_sure(comparison, largest), _left_out(comparison)
+    return [_questions(comparison, seen), *own, training.sentence(comparison)]
 
 
-def _asked(comparison: Comparison, seen: Sequence[str]) -> str:
+def _questions(comparison: Comparison, seen: Sequence[str]) -> str:
     groups = comparison["runs"][comparison["base"]]["buckets"]
     samples = sum(groups[bucket]["samples"] for bucket in seen)
     controls = groups.get("0", {"samples": 0})["samples"]
@@ -52,7 +47,7 @@ def _asked(comparison: Comparison, seen: Sequence[str]) -> str:
         whose = f": {samples:,} seen {often}, and {count(controls, 'control')},"
     runs = list(comparison["runs"])
     return (
-        f"{count(len(runs), 'model')} ({listed(runs)}) {'was' if len(runs) == 1 else 'were'} asked to continue "
+        f"{count(len(runs), 'model')} ({join_words(runs)}) {'was' if len(runs) == 1 else 'were'} asked to continue "
         f"{count(everything['samples'], 'sample')} of {count(everything['documents'], 'document')}{whose} according "
         f"to the samples file. {protocols.standing(comparison)}"
     ).rstrip()
@@ -65,8 +60,8 @@ def _came_back(comparison: Comparison, seen: Sequence[str], largest: str) -> str
     sentence = f"Of the {whose}, greedy decoding reproduced verbatim {_from_each(_shares(comparison, largest))}"
     if seen and _shares(comparison, "0"):
         sentence += f", and of the controls {_from_each(_shares(comparison, '0'))}"
-    drawn = {name: _drawn(run, seen or ["0"]) for name, run in comparison["runs"].items()}
-    drawn = {name: share for name, share in drawn.items() if share}
+    counts = {name: count_drawn(run, seen or ["0"]) for name, run in comparison["runs"].items()}
+    drawn = {name: f"{some:,} of {samples:,}" for name, (some, samples) in counts.items() if samples}
     if drawn:
         sentence += "; of all samples seen" if seen else "; of these"
         sentence += f", {int(DRAWS):,} draws find at least as likely as not {_from_each(drawn)}"
@@ -85,12 +80,11 @@ def _how_sure(comparison: Comparison, largest: str) -> str:
     against = "there is no other run to compare with, so how much of this comes from training is not known"
     if changes:
         against = (
-            f"the share that came back differs from that of {comparison['base']} by {listed(changes)}, with p of "
+            f"the share that came back differs from that of {comparison['base']} by {join_words(changes)}, with p of "
             "McNemar's test after Holm's correction"
         )
-    ties = sum(
-        tables.group(run, largest).get("undecided", {"count": 0})["count"] for run in comparison["runs"].values()
-    )
+    groups = [tables.group(run, largest) for run in comparison["runs"].values()]
+    ties = sum(numbers.get("undecided", {"count": 0})["count"] for numbers in groups)
     doubt = f"; rounding could change {ties:,} of these answers" if ties else ""
     return f"Brackets are {tables.percent(comparison)} intervals; {against}{doubt}."
 
@@ -99,24 +93,20 @@ def _left_out(comparison: Comparison) -> str:
     counts = tables.left_out_counts(comparison)
     if counts is None:
         return "The runs do not record what was left out when the samples were made."
-    reasons = {
-        "too_short": "too short",
-        "too_long": "too long",
-        "beyond_max_documents": "over a bucket's limit",
-        "dropped": "dropped by name",
-    }
+    reasons = {"too_short": "too short", "too_long": "too long", "beyond_max_documents": "over a bucket's limit"}
+    reasons |= {"dropped": "dropped by name"}
     gone = [f"{count(counts[reason], 'document')} {why}" for reason, why in reasons.items() if counts[reason]]
     gone += [count(counts["duplicate_samples"], "duplicate sample")] if counts["duplicate_samples"] else []
     samples = {"repetitive_suffixes": "sample with a repetitive suffix", "windows_too_short": "short window"}
     gone += [count(counts[reason], one) for reason, one in samples.items() if counts[reason]]
-    left_out = f"this was left out: {listed(gone)}" if gone else "nothing was left out"
+    left_out = f"this was left out: {join_words(gone)}" if gone else "nothing was left out"
     decoded = counts["not_round_trip"]
     changed = f"; the tokenizer does not give back {count(decoded, 'document')} unchanged" if decoded else ""
     return f"When the samples were made of {count(counts['documents'], 'document')}, {left_out}{changed}."
 
 
 def _shares(comparison: Comparison, bucket: str) -> dict[str, str]:
-    """By run, how much of a bucket came back; empty if that was not measured, or there is no such bucket."""
+    """Write by run how much of a bucket came back; empty if that was not measured, or there is no such bucket."""
     found = {name: run["buckets"].get(bucket, {"metrics": {}}) for name, run in comparison["runs"].items()}
     return {
         name: tables.estimate_text(numbers["metrics"][METRIC])
@@ -125,15 +115,8 @@ def _shares(comparison: Comparison, bucket: str) -> dict[str, str]:
     }
 
 
-def _drawn(run: Mapping[str, Any], buckets: Sequence[str]) -> str:
-    """How many samples DRAWS draws give back with probability P; empty without a sampler."""
-    found = [run["buckets"][bucket].get("discoverability", {}).get(P, {"tries": {}})["tries"] for bucket in buckets]
-    shares = [tries[DRAWS] for tries in found if DRAWS in tries]
-    return f"{sum(share['count'] for share in shares):,} of {sum(share['n'] for share in shares):,}" if shares else ""
-
-
 def _from_each(shares: Mapping[str, str]) -> str:
-    """By run; in short where all are alike."""
+    """Join the shares by run, in short where all are alike."""
     if len(shares) > 1 and len(set(shares.values())) == 1:
         return f"{next(iter(shares.values()))} from each"
-    return listed([f"{share} from {name}" for name, share in shares.items()])
+    return join_words([f"{share} from {name}" for name, share in shares.items()])

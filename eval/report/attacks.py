@@ -1,4 +1,4 @@
-"""What attacks give, as tables: coverage of books, dropped and supervised tokens, what it costs to extract.
+"""Tables of attacks: coverage of books, dropped and supervised tokens, the cost of extracting.
 
 The numbers are entries of a comparison, which `analysis` computes: `coverage`, `goldfish_tokens` and `attack_cost`. A
 comparison without one has no table of it.
@@ -12,7 +12,7 @@ from typing import Any
 from hf_axonn_eval.analysis.attack_cost import EASIEST, TRAINED
 from hf_axonn_eval.analysis.coverage import FULL, Book
 from hf_axonn_eval.analysis.goldfish_tokens import DROPPED, SUPERVISED
-from hf_axonn_eval.report.tables import SEEN, Details, bucket_name, difference_text, percent
+from hf_axonn_eval.report.tables import SEEN, Details, bucket_name, difference_text, estimate_text, percent
 
 
 MOST_PASSAGES = 10  # of a run in the tables; passages.csv has all
@@ -24,7 +24,7 @@ Comparison = Mapping[str, Any]
 
 
 def coverage(comparison: Comparison) -> list[Details]:
-    """Coverage of books, in characters, at each threshold and by greedy decoding."""
+    """Give the coverage of books, in characters, at each threshold and by greedy decoding."""
     entry = comparison.get("coverage")
     if not entry or not any(entry["runs"].values()):
         return []
@@ -36,16 +36,12 @@ def coverage(comparison: Comparison) -> list[Details]:
         for name, run in entry["runs"].items():
             book = run[document]
             about = [document, name, bucket_name(str(book["bucket"]))]
-            shares = [_covered(book["at"].get(threshold), book["characters"]) for threshold in thresholds]
-            asked = _covered({"characters": book["asked"]}, book["characters"])
+            parts = [{"characters": book["asked"]}, *map(book["at"].get, thresholds), book[GREEDY]]
+            shares = [_share(part, book["characters"]) for part in parts]
             longest = book["at"][thresholds[0]]["longest"] if book["at"] else book[GREEDY]["longest"]
-            body.append(
-                [*about, f"{book['characters']:,}", asked, *shares, _covered(book[GREEDY], book["characters"])]
-            )
-            body[-1].append(f"{longest:,}")
-            released.append(
-                [*about, *(_covered(book["at_as_released"].get(value), book["characters"]) for value in thresholds)]
-            )
+            body.append([*about, f"{book['characters']:,}", *shares, f"{longest:,}"])
+            as_released = map(book["at_as_released"].get, thresholds)
+            released.append([*about, *(_share(part, book["characters"]) for part in as_released)])
     kinds = {book["probability"] for run in entry["runs"].values() for book in run.values()}
     headings = ["document", "model", SEEN, "characters", "in a suffix"]
     headings += [f"p_z >= {threshold}" for threshold in thresholds] + [GREEDY, "longest passage"]
@@ -70,12 +66,12 @@ def coverage(comparison: Comparison) -> list[Details]:
 
 
 def passages(books: Mapping[str, Sequence[Book]], threshold: float) -> list[Details]:
-    """The longest passages of each run at a threshold."""
+    """List the longest passages of each run at a threshold."""
     body = []
     for name, some in books.items():
-        mine = [(book, passage) for book in some for passage in book.passages(threshold)]
-        mine.sort(key=lambda each: each[1].begin - each[1].end)
-        for book, (begin, end, most) in mine[:MOST_PASSAGES]:
+        found = [(book, passage) for book in some for passage in book.passages(threshold)]
+        found.sort(key=lambda each: each[1].begin - each[1].end)
+        for book, (begin, end, most) in found[:MOST_PASSAGES]:
             likeliest = "-" if most is None else f"{most:.3g}"
             body.append([book.document_id, name, f"{begin:,} to {end:,}", f"{end - begin:,}", likeliest])
     headings = ["document", "model", "characters", "length", "largest p_z"]
@@ -84,7 +80,7 @@ def passages(books: Mapping[str, Sequence[Book]], threshold: float) -> list[Deta
 
 
 def passages_csv(books: Mapping[str, Sequence[Book]], thresholds: Sequence[float]) -> str:
-    """All passages: run, document, bucket, tau (or "greedy"), begin, end, characters, largest p_z."""
+    """Write all passages: run, document, bucket, tau (or "greedy"), begin, end, characters, largest p_z."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["run", "document_id", "bucket", "tau", "begin", "end", "characters", "largest_p_z"])
@@ -99,7 +95,7 @@ def passages_csv(books: Mapping[str, Sequence[Book]], thresholds: Sequence[float
 
 
 def goldfish(comparison: Comparison) -> list[Details]:
-    """Hit rate and loss of dropped and of supervised tokens, and their differences."""
+    """Give hit rate and loss of dropped and of supervised tokens, and their differences."""
     entry = comparison.get("goldfish_tokens")
     if not entry:
         return []
@@ -111,7 +107,7 @@ def goldfish(comparison: Comparison) -> list[Details]:
                 if side in numbers:
                     of = numbers[side]
                     hits = f"{of['hits']:,} of {of['n']:,}"
-                    cells = [_mean(of["accuracy"]), _mean(of["nll"])]
+                    cells = [estimate_text(of["accuracy"]), estimate_text(of["nll"])]
                     body.append([bucket_name(bucket), name, side, hits, *cells])
             if "difference" in numbers:
                 differences = [difference_text(numbers["difference"][metric]) for metric in ("accuracy", "nll")]
@@ -130,7 +126,7 @@ def goldfish(comparison: Comparison) -> list[Details]:
 
 
 def cost(comparison: Comparison) -> list[Details]:
-    """Expected queries and tokens of each text, and what numbers of queries and budgets give."""
+    """Give expected queries and tokens of each text, and the texts that numbers of queries and budgets give."""
     groups = [
         ("all but 0x" if bucket == TRAINED else bucket_name(bucket), name, run[bucket])
         for bucket in dict.fromkeys(bucket for run in (comparison.get("attack_cost") or {}).values() for bucket in run)
@@ -159,27 +155,19 @@ def cost(comparison: Comparison) -> list[Details]:
         f"The share is at least that of other documents like these, {bounds['confidence']:.0%} sure for all "
         f"{bounds['count']} numbers and budgets of a row at once (Bentkus 2004, Bonferroni; a document is one trial)."
     )
-    found.append(
-        Details(
-            "What n queries of each sample give",
-            [SEEN, "model", "tokens for n = 1", *numbers_of],
-            [
-                [bucket, name, _number(of["tokens"]), *(_expected(of["tries"][number]) for number in tries)]
-                for bucket, name, of in groups
-            ],
-            f"Expected number of these samples, which is exact for them, and a share. {sure}",
-        )
-    )
-    found.append(
-        Details(
-            "Tokens for each text that n queries of each sample give",
-            [SEEN, "model", *numbers_of],
-            [[bucket, name, *(_each(of["tries"][number]) for number in tries)] for bucket, name, of in groups],
-            "Tokens of all queries, prefixes and suffixes, by the expected number of samples.",
-        )
-    )
+    note = f"Expected number of these samples, which is exact for them, and a share. {sure}"
+    body = [
+        [bucket, name, _number(of["tokens"]), *(_expected_text(of["tries"][number]) for number in tries)]
+        for bucket, name, of in groups
+    ]
+    headings = [SEEN, "model", "tokens for n = 1", *numbers_of]
+    found.append(Details("What n queries of each sample give", headings, body, note))
+    body = [[bucket, name, *(_each(of["tries"][number]) for number in tries)] for bucket, name, of in groups]
+    note = "Tokens of all queries, prefixes and suffixes, by the expected number of samples."
+    heading = "Tokens for each text that n queries of each sample give"
+    found.append(Details(heading, [SEEN, "model", *numbers_of], body, note))
     budgets = [
-        [bucket, name, f"{row['budget']:,} {row['unit']}", _number(row["draws"]), _expected(row), _each(row)]
+        [bucket, name, f"{row['budget']:,} {row['unit']}", _number(row["draws"]), _expected_text(row), _each(row)]
         for bucket, name, of in groups
         for row in of["budgets"]
     ]
@@ -190,30 +178,26 @@ def cost(comparison: Comparison) -> list[Details]:
 
 
 def all_attacks(comparison: Comparison) -> list[Details]:
-    """All of them that a comparison has, in the order of a report."""
+    """List all of them that a comparison has, in the order of a report."""
     return [details for make in (coverage, goldfish, cost) for details in make(comparison)]
 
 
 def _most_covered(runs: Mapping[str, Mapping[str, Any]], threshold: str) -> list[str]:
-    """The MOST_BOOKS documents of which most is covered by any run, in the order in which they come."""
+    """List the MOST_BOOKS documents of which most is covered by any run, in the order in which they come."""
 
-    def covered(document: str) -> float:
+    def largest_share(document: str) -> float:
         return max(run[document]["at"].get(threshold, run[document][GREEDY])["share"] for run in runs.values())
 
     documents = list(next(iter(runs.values())))
-    chosen = set(sorted(documents, key=lambda document: -covered(document))[:MOST_BOOKS])
+    chosen = set(sorted(documents, key=lambda document: -largest_share(document))[:MOST_BOOKS])
     return [document for document in documents if document in chosen]
 
 
-def _covered(entry: Mapping[str, Any] | None, characters: int) -> str:
+def _share(entry: Mapping[str, Any] | None, characters: int) -> str:
     return "-" if entry is None else f"{entry['characters'] / characters:.2%}"
 
 
-def _mean(entry: Mapping[str, Any]) -> str:
-    return f"{entry['mean']:z.3f}" + ("" if entry["low"] is None else f" [{entry['low']:z.2f}, {entry['high']:z.2f}]")
-
-
-def _expected(row: Mapping[str, Any]) -> str:
+def _expected_text(row: Mapping[str, Any]) -> str:
     low = "" if row["low"] is None else f", at least {row['low']:.1%}"
     return f"{row['expected']:.3g}{low}"
 

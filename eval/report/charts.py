@@ -7,6 +7,7 @@ colours for light and dark. Every chart has a title for screen readers and a too
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -29,7 +30,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Axis:
-    """From numbers to places on the paper.
+    """An axis: maps numbers to places on the paper.
 
     Args:
         low: the number at the beginning.
@@ -46,14 +47,14 @@ class Axis:
     log: bool = False
 
     def place(self, number: float) -> float:
-        """Pixels; numbers outside are put at the nearer end."""
+        """Return pixels; numbers outside are put at the nearer end."""
         from math import log
 
         low, high, number = (log(value) if self.log else value for value in (self.low, self.high, number))
         return self.start + (self.end - self.start) * (min(max(number, low), high) - low) / (high - low)
 
     def ticks(self) -> list[float]:
-        """Round numbers to write beside the axis."""
+        """List round numbers to write beside the axis."""
         from matplotlib.ticker import LogLocator, MaxNLocator
 
         locator = LogLocator(numticks=7) if self.log else MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10])
@@ -74,7 +75,7 @@ def line_chart(
     log: bool = False,
     y_high: float | None = None,
 ) -> str:
-    """Lines through points, with a band between the ends of the intervals.
+    """Draw lines through points, with a band between the ends of the intervals.
 
     Args:
         series: by name, in the order of the colours; points in the order of x. A series may be empty.
@@ -94,15 +95,13 @@ def line_chart(
     top = y_high or max(max(point.y, point.high or 0) for point in drawn) or 1.0
     x = Axis(low, high, LEFT, WIDTH - RIGHT, log)
     y = Axis(0.0, top, HEIGHT - BOTTOM, TOP)
-    shapes = [
-        shape for number, points in enumerate(series.values()) if points for shape in _line(points, x, y, number)
-    ]
+    lines = [_line(points, x, y, number) for number, points in enumerate(series.values()) if points]
     tips = [
         _tip(x.place(point.x), y.place(point.y), number, f"{name}, {_number(point.x)}: {point_text(point)}")
         for number, (name, points) in enumerate(series.items())
         for point in points
     ]
-    return _svg([*_frame(x, y), *shapes, *tips], title=title, x_label=x_label, y_label=y_label)
+    return _svg([*_frame(x, y), *chain(*lines), *tips], title=title, x_label=x_label, y_label=y_label)
 
 
 def bar_chart(
@@ -114,15 +113,12 @@ def bar_chart(
     y_label: str,
     y_high: float | None = None,
 ) -> str:
-    """Bars with whiskers, those of one group beside each other; a number that is 0 is a point.
+    """Draw bars with whiskers, those of one group beside each other; a number that is 0 is a point.
 
     Args:
         groups: names under the chart.
         series: by name, a point for every group (its x is not used), or None where nothing was measured.
-        title: what is drawn, for screen readers.
-        x_label: under the chart.
-        y_label: above the chart.
-        y_high: end of the y axis; by default the largest number in the chart.
+        title: as of `line_chart`, like the labels and `y_high`.
     """
     drawn = [point for points in series.values() for point in points if point is not None]
     if not drawn:
@@ -154,7 +150,7 @@ def bar_chart(
 
 
 def point_text(point: Point) -> str:
-    """The number, and its interval in brackets."""
+    """Write the number, and its interval in brackets."""
     interval = "" if point.low is None or point.high is None else f" [{point.low:z.3f}, {point.high:z.3f}]"
     return f"{point.y:z.3f}{interval}"
 

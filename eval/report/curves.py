@@ -20,7 +20,7 @@ WIDTH = -LEAST / BINS
 
 
 def survival(results: Sequence[SampleResult], **options) -> list[Point]:
-    """For each length L the share of suffixes whose first L tokens come back: divergence_point >= L.
+    """Compute for each length L the share of suffixes whose first L tokens come back: divergence_point >= L.
 
     Only suffixes of at least L tokens enter, so that at each L the share is the exact match of suffixes cut to L.
 
@@ -37,7 +37,7 @@ def survival(results: Sequence[SampleResult], **options) -> list[Point]:
 
 
 def by_prefix_length(results: Sequence[SampleResult], **options) -> list[Point]:
-    """Exact match for each prefix length among the samples; arguments as of `survival`."""
+    """Compute the exact match for each prefix length among the samples; arguments as of `survival`."""
     lengths = sorted({result.prefix_length for result in results})
     column = {length: place for place, length in enumerate(lengths)}
     answers = np.full((len(results), len(lengths)), np.nan)
@@ -47,7 +47,7 @@ def by_prefix_length(results: Sequence[SampleResult], **options) -> list[Point]:
 
 
 def draws(results: Sequence[SampleResult], **options) -> dict[float, list[Point]]:
-    """For each p of CHANCES the share of samples that n draws of the stated sampler give back with probability p.
+    """Compute by p of CHANCES the share of samples that n draws of the stated sampler give back with probability p.
 
     The curves go from n = 1 to a million. Samples without `sampled_logprob` do not enter; without any there is no
     curve. Arguments as of `survival`.
@@ -65,7 +65,7 @@ def draws(results: Sequence[SampleResult], **options) -> dict[float, list[Point]
 
 
 def probabilities(results: Sequence[SampleResult]) -> list[Point]:
-    """Histogram of the decimal logarithm of the suffix probability: the share of samples in each of BINS bins.
+    """Compute a histogram of the decimal logarithm of the suffix probability: shares of samples in BINS bins.
 
     The probability is that of the stated sampler where there is one, else that of one draw from the full
     distribution; samples without either do not enter. Below 10^LEAST, and never: the first bin. The place of a bin is
@@ -81,7 +81,7 @@ def probabilities(results: Sequence[SampleResult]) -> list[Point]:
 
 
 def median_probability(results: Sequence[SampleResult]) -> str:
-    """The probability that half of the samples have at least, of the same samples as `probabilities`, as text."""
+    """Write the probability that half of the samples have at least, of the same samples as `probabilities`."""
     found = sorted(number for result in results if (number := decimal_logarithm(result)) is not None)
     if not found:
         return "-"
@@ -93,13 +93,13 @@ def median_probability(results: Sequence[SampleResult]) -> str:
 
 
 def decimal_logarithm(result: SampleResult) -> float | None:
-    """Of the suffix probability that `probabilities` shows; -inf where it is 0, None where it was not measured."""
+    """Return the logarithm that `probabilities` shows; -inf of 0, None where no probability was measured."""
     logprob = result.logprob if result.sampled_logprob is None else result.sampled_logprob
     return None if logprob is None else logprob / log(10) if logprob > -inf else -inf
 
 
 def _points(places: Sequence[int], answers: np.ndarray, results: Sequence[SampleResult], options: dict) -> list[Point]:
-    """The share of yes at each place.
+    """Compute the share of yes at each place.
 
     Args:
         places: the columns.

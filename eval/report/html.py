@@ -1,7 +1,7 @@
 """The report as one HTML page that needs nothing else: no script, no font, no picture from elsewhere.
 
-What the page says is in templates/page.html; here are the numbers, curves, maps and texts for it. The templates escape
-everything that comes from a file or a model, and the page's own policy forbids the browser to load or execute
+The words of the page are in templates/page.html; the numbers, curves, maps and texts are made here. The templates
+escape everything that comes from a file or a model, and the page's own policy forbids the browser to load or execute
 anything, so that an extracted text cannot act, whatever it says.
 """
 
@@ -22,6 +22,30 @@ from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, line_chart
 from hf_axonn_eval.report.texts import text_examples
 
 
+_SUMMARY_ONLY = "only a summary was given; write_report(..., runs=...) draws this from the results."
+_NO_RECORDS = "the records of the runs (run.json) were not given."
+# Why a section is empty, or how what it shows is measured.
+_WHY_EMPTY = {
+    "models": _NO_RECORDS,
+    "differences": "there is one run; an untrained one beside it shows the training.",
+    "prefix": _SUMMARY_ONLY,
+    "survival": _SUMMARY_ONLY,
+    "probability": "probabilities were not measured: extract without --stop_early.",
+    "draws": "no sampler was stated, so nothing is said about drawing: extract with --sampler.",
+    "near_copies": "nothing was decoded (--no_generation) or searched (--near_copies).",
+    "cost": "it needs a sampler (extract --sampler), and the command report.",
+    "goldfish": "the report was not told of a goldfish mask (--goldfish, with --samples).",
+    "membership": "no membership scores are in these results, or there is no control bucket (0) to compare with.",
+    "undecided": "these results do not say how close the two best tokens were.",
+    "degenerate": "these results do not say how much the suffixes repeat themselves.",
+    "left_out": "the records of the runs do not say; they do if extract finds the file that the command samples "
+    "writes beside the samples.",
+    "coverage": "the report was not given the documents, or none of them was asked at several places (--documents, "
+    "with --samples of a sliding window).",
+    "maps": "no document was asked at several offsets; a sliding window (protocol cooper100) makes maps.",
+    "texts": "there are no texts: extract without --no_generation, or give the samples and a tokenizer.",
+    "provenance": _NO_RECORDS,
+}
 PLOTTED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy")
 MOST_MAPS = 30
 
@@ -49,7 +73,7 @@ def html_page(
     title: str | None = None,
     books: Mapping[str, Sequence[Book]] | None = None,
 ) -> str:
-    """The page.
+    """Render the page.
 
     Args:
         comparison: what `compare` returned; with entries `attack_cost`, `goldfish_tokens` and `coverage` (what the
@@ -71,89 +95,51 @@ def html_page(
         "books": _books(comparison, books or {}),
         "examples": text_examples(runs or {}, samples=samples, tokenizer=tokenizer, count=examples),
     }
-    page = (
-        read_templates()
-        .get_template("page.html")
-        .render(
-            title=title or verdict.page_title(comparison),
-            answer=answer(comparison),
-            verdict=verdict,
-            comparison=comparison,
-            tables=tables,
-            names=list(comparison["runs"]),
-            colours=len(COLOURS),
-            missing=_missing(comparison, parts, has_results=bool(numbers)),
-            bucket_charts=_bucket_charts(comparison),
-            attacks=attacks,
-            has_prefixes=bool(samples) and tokenizer is not None,
-            **parts,
-        )
+    template = read_templates().get_template("page.html")
+    page = template.render(
+        title=title or verdict.page_title(comparison),
+        answer=answer(comparison),
+        verdict=verdict,
+        comparison=comparison,
+        tables=tables,
+        names=list(comparison["runs"]),
+        colours=len(COLOURS),
+        missing=_explain_empty(comparison, parts, has_results=bool(numbers)),
+        bucket_charts=_bucket_charts(comparison),
+        attacks=attacks,
+        has_prefixes=bool(samples) and tokenizer is not None,
+        **parts,
     )
     return visible(page, keep=PAGE)
 
 
-def _missing(comparison: Mapping[str, Any], parts: Mapping[str, Any], *, has_results: bool) -> dict[str, str]:
-    """Sections that nothing was measured for, and why, or how it is measured."""
-    summary_only = "only a summary was given; write_report(..., runs=...) draws this from the results."
-    found = {
-        "models": (tables.models(comparison), "the records of the runs (run.json) were not given."),
-        "differences": (
-            comparison["minus_base"],
-            "there is one run; an untrained one beside it shows the training.",
-        ),
-        "prefix": (parts["prefix"], summary_only),
-        "survival": (parts["survival"] or tables.shorter(comparison), summary_only),
-        "probability": (
-            parts["probability"],
-            "probabilities were not measured: extract without --stop_early." if has_results else summary_only,
-        ),
-        "draws": (
-            parts["draws"] or tables.discoverability(comparison) or tables.guesses(comparison),
-            "no sampler was stated, so nothing is said about drawing: extract with --sampler.",
-        ),
-        "near_copies": (
-            tables.near_copies(comparison),
-            "nothing was decoded (--no_generation) or searched (--near_copies).",
-        ),
-        "cost": (attacks.cost(comparison), "it needs a sampler (extract --sampler), and the command report."),
-        "goldfish": (
-            attacks.goldfish(comparison),
-            "the report was not told of a goldfish mask (--goldfish, with --samples).",
-        ),
-        "membership": (
-            tables.membership(comparison),
-            "no membership scores are in these results, or there is no control bucket (0) to compare with.",
-        ),
-        "undecided": (tables.near_ties(comparison), "these results do not say how close the two best tokens were."),
-        "degenerate": (
-            tables.degenerate(comparison),
-            "these results do not say how much the suffixes repeat themselves.",
-        ),
-        "left_out": (
-            tables.left_out(comparison),
-            "the records of the runs do not say; they do if extract finds the file that the command samples writes "
-            "beside the samples.",
-        ),
-        "coverage": (
-            parts["books"] or attacks.coverage(comparison),
-            "the report was not given the documents, or none of them was asked at several places (--documents, with "
-            "--samples of a sliding window).",
-        ),
-        "maps": (
-            parts["maps"],
-            "no document was asked at several offsets; a sliding window (protocol cooper100) makes maps.",
-        ),
-        "texts": (
-            parts["examples"],
-            "there are no texts: extract without --no_generation, or give the samples and a tokenizer.",
-        ),
-        "provenance": (tables.provenance(comparison), "the records of the runs (run.json) were not given."),
+def _explain_empty(comparison: Mapping[str, Any], parts: Mapping[str, Any], *, has_results: bool) -> dict[str, str]:
+    """Return by section that has nothing to show why, or how it is measured."""
+    contents = {
+        "models": tables.models(comparison),
+        "differences": comparison["minus_base"],
+        "prefix": parts["prefix"],
+        "survival": parts["survival"] or tables.shorter(comparison),
+        "probability": parts["probability"],
+        "draws": parts["draws"] or tables.discoverability(comparison) or tables.guesses(comparison),
+        "near_copies": tables.near_copies(comparison),
+        "cost": attacks.cost(comparison),
+        "goldfish": attacks.goldfish(comparison),
+        "membership": tables.membership(comparison),
+        "undecided": tables.near_ties(comparison),
+        "degenerate": tables.degenerate(comparison),
+        "left_out": tables.left_out(comparison),
+        "coverage": parts["books"] or attacks.coverage(comparison),
+        "maps": parts["maps"],
+        "texts": parts["examples"],
+        "provenance": tables.provenance(comparison),
     }
-    return {section: why for section, (content, why) in found.items() if not content}
+    why = _WHY_EMPTY if has_results else {**_WHY_EMPTY, "probability": _SUMMARY_ONLY}
+    return {section: why[section] for section, content in contents.items() if not content}
 
 
 def _without_tokens(result: SampleResult) -> SampleResult:
-    """What the curves need of a result: 100,000 of them fit into memory, with their tokens and texts they may not."""
+    """Drop the tokens and texts of a result, with which 100,000 of them may not fit into memory."""
     return replace(result, logprobs=None, hits=None, generated=None, generated_text=None, suffix_text=None)
 
 
@@ -175,7 +161,7 @@ def _bucket_charts(comparison: Mapping[str, Any]) -> list[str]:
 def _prefix(comparison: Mapping[str, Any], runs: Runs) -> dict[str, Any]:
     found = _curves(comparison, runs, curves.by_prefix_length)
     rows = [
-        [tables.bucket_name(bucket), name, f"{point.x:g}", _interval(point)]
+        [tables.bucket_name(bucket), name, f"{point.x:g}", _estimate(point)]
         for bucket, series in found.items()
         for name, points in series.items()
         for point in points
@@ -239,20 +225,21 @@ def _books(comparison: Mapping[str, Any], books: Mapping[str, Sequence[Book]]) -
 
 
 def character_maps(books: Mapping[str, Sequence[Book]]) -> dict[str, list[maps.DocumentMap]]:
-    """Maps over characters of at most MOST_MAPS books by run, those of which most comes back first; {} without any."""
-    found = {name: [maps.character_map(book) for book in some] for name, some in books.items()}
-    count = len(next(iter(found.values()), []))
-    order = sorted(range(count), key=lambda place: -max(some[place].share for some in found.values()))[:MOST_MAPS]
-    return {name: [some[place] for place in order] for name, some in found.items()} if count else {}
+    """Make maps over characters of at most MOST_MAPS books by run, those of which most comes back first."""
+    return _choose_maps({name: [maps.character_map(book) for book in some] for name, some in books.items()})
 
 
 def chosen_maps(runs: Runs) -> dict[str, list[maps.DocumentMap]]:
-    """Maps of at most MOST_MAPS documents by run, those of which most comes back first; {} if there are none."""
-    found = {name: {one.document_id: one for one in maps.document_maps(results)} for name, results in runs.items()}
-    documents = list(next(iter(found.values()), {}))
-    best = {document: max(some[document].share for some in found.values()) for document in documents}
-    documents = sorted(documents, key=lambda document: -best[document])[:MOST_MAPS]
-    return {name: [some[document] for document in documents] for name, some in found.items()} if documents else {}
+    """Make maps of at most MOST_MAPS documents by run, those of which most comes back first."""
+    return _choose_maps({name: maps.document_maps(results) for name, results in runs.items()})
+
+
+def _choose_maps(found: Mapping[str, Sequence[maps.DocumentMap]]) -> dict[str, list[maps.DocumentMap]]:
+    """Choose those of the documents of which most comes back from any run; {} if there are none."""
+    by_document = {name: {one.document_id: one for one in some} for name, some in found.items()}
+    best = {one: max(some[one].share for some in by_document.values()) for one in next(iter(by_document.values()), {})}
+    documents = sorted(best, key=lambda document: -best[document])[:MOST_MAPS]
+    return {name: [some[one] for one in documents] for name, some in by_document.items()} if documents else {}
 
 
 def _curves(comparison: Mapping[str, Any], runs: Runs, function: Callable) -> dict[str, dict[str, list[Point]]]:
@@ -260,12 +247,12 @@ def _curves(comparison: Mapping[str, Any], runs: Runs, function: Callable) -> di
 
 
 def _by_bucket(runs: Runs, function: Callable) -> dict[str, dict[str, Any]]:
-    """By bucket and run, what the function makes of its results; an empty list where there are none."""
+    """Apply the function to the results of each bucket and run; an empty list where there are none."""
     found: dict[str, dict[str, Any]] = {}
     for bucket in sorted({result.bucket for results in runs.values() for result in results}):
         for name, results in runs.items():
-            mine = [result for result in results if result.bucket == bucket]
-            found.setdefault(str(bucket), {})[name] = function(mine) if mine else []
+            some = [result for result in results if result.bucket == bucket]
+            found.setdefault(str(bucket), {})[name] = function(some) if some else []
     return found
 
 
@@ -285,5 +272,5 @@ def _point(comparison: Mapping[str, Any], name: str, bucket: str, metric: str) -
     return None if entry is None else Point(0, entry["mean"], entry["low"], entry["high"])
 
 
-def _interval(point: Point) -> str:
-    return f"{point.y:z.3f}" + ("" if point.low is None else f" [{point.low:z.2f}, {point.high:z.2f}]")
+def _estimate(point: Point) -> str:
+    return tables.estimate_text({"mean": point.y, "low": point.low, "high": point.high})

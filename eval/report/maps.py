@@ -40,7 +40,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentMap:
-    """Which passages of one document one model gives back.
+    """The passages of one document that one model gives back.
 
     Args:
         document_id: the document.
@@ -66,12 +66,12 @@ class DocumentMap:
 
     @property
     def share(self) -> float:
-        """Of the document's places those within suffixes that are reproduced."""
+        """Share of the document's places that are within suffixes that are reproduced."""
         return sum(end - start for start, end in self.verbatim) / self.tokens
 
 
 def document_maps(results: Sequence[SampleResult]) -> list[DocumentMap]:
-    """A map of every document with samples at two offsets or more, in the order in which they come."""
+    """Make a map of every document with samples at two offsets or more, in the order in which they come."""
     by_document: dict[str, list[SampleResult]] = {}
     for result in results:
         by_document.setdefault(result.document_id, []).append(result)
@@ -79,7 +79,7 @@ def document_maps(results: Sequence[SampleResult]) -> list[DocumentMap]:
 
 
 def character_map(book: Book) -> DocumentMap:
-    """The map of a book over its characters, from 0 to 1: a place has the largest p_z of the suffixes that cover it.
+    """Make the map of a book over its characters: a place has the largest p_z of the suffixes that cover it, 0 to 1.
 
     Source: Cooper et al. 2025, arXiv 2505.12546, and its code, which draws it with colours from 0 to 1.
     """
@@ -91,15 +91,15 @@ def character_map(book: Book) -> DocumentMap:
         tokens=book.characters,
         windows=book.windows,
         extracted=book.greedy_windows,
-        stretches=tuple(Stretch(edges[start], edges[end], shade) for start, end, shade in _stretches(shades) if shade),
-        verbatim=tuple((edges[start], edges[end]) for start, end, yes in _stretches(book.greedy) if yes),
+        stretches=_stretches(shades, edges),
+        verbatim=tuple((start, end) for start, end, _ in _stretches(book.greedy, edges)),
         unit="character",
         shades=PERCENT,
     )
 
 
 def maps_svg(maps: Mapping[str, Sequence[DocumentMap]], *, alone: bool = False) -> str:
-    """Strips of the documents, those of all runs under each other, as SVG.
+    """Draw strips of the documents, those of all runs under each other, as SVG.
 
     Args:
         maps: by the name of the run, of the same documents in the same order.
@@ -108,7 +108,7 @@ def maps_svg(maps: Mapping[str, Sequence[DocumentMap]], *, alone: bool = False) 
     shapes, top = [], 0.0
     for of_document in zip(*maps.values(), strict=True):
         tokens = max(drawn.tokens for drawn in of_document)
-        title = f"{of_document[0].document_id} ({_seen(of_document[0])}, {tokens:,} {of_document[0].unit}s)"
+        title = f"{of_document[0].document_id} ({_seen_text(of_document[0])}, {tokens:,} {of_document[0].unit}s)"
         shapes.append(f'<text class="document" x="0" y="{top + 12:.1f}">{escape(title)}</text>')
         top += _HEADING
         for name, drawn in zip(maps, of_document, strict=True):
@@ -124,7 +124,7 @@ def maps_svg(maps: Mapping[str, Sequence[DocumentMap]], *, alone: bool = False) 
 
 
 def maps_png(maps: Mapping[str, Sequence[DocumentMap]], path: str | os.PathLike) -> None:
-    """The same as a picture; arguments as of `maps_svg`."""
+    """Draw the same as a picture; arguments as of `maps_svg`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -145,7 +145,7 @@ def maps_png(maps: Mapping[str, Sequence[DocumentMap]], path: str | os.PathLike)
             axes.broken_barh(
                 [(start, end - start) for start, end in drawn.verbatim], (row - 0.2, 0.16), color="#c00000"
             )
-        title = visible(f"{of_document[0].document_id} ({_seen(of_document[0])})")
+        title = visible(f"{of_document[0].document_id} ({_seen_text(of_document[0])})")
         axes.set_title(title, fontsize=9, loc="left", parse_math=False)
         axes.set_yticks(
             [row + 0.3 for row in range(len(maps))],
@@ -181,15 +181,16 @@ def _map(results: Sequence[SampleResult]) -> DocumentMap:
         tokens=edges[-1],
         windows=len(results),
         extracted=sum(result.exact_match for result in results),
-        stretches=tuple(Stretch(edges[start], edges[end], shade) for start, end, shade in _stretches(shades) if shade),
-        verbatim=tuple((edges[start], edges[end]) for start, end, yes in _stretches(verbatim) if yes),
+        stretches=_stretches(shades, edges),
+        verbatim=tuple((start, end) for start, end, _ in _stretches(verbatim, edges)),
     )
 
 
-def _stretches(values: np.ndarray) -> list[tuple[int, int, int]]:
-    """Runs of equal values: start, end, value."""
-    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
-    return [(start, end, int(values[start])) for start, end in zip(edges, edges[1:], strict=False)]
+def _stretches(values: np.ndarray, edges: Sequence[int]) -> tuple[Stretch, ...]:
+    """Join neighbours of equal values, without those of 0; value i is that from edge i to the next."""
+    ends = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    runs = [(start, end, int(values[start])) for start, end in zip(ends, ends[1:], strict=False)]
+    return tuple(Stretch(edges[start], edges[end], value) for start, end, value in runs if value)
 
 
 def _strip(name: str, drawn: DocumentMap, tokens: int, top: float) -> list[str]:
@@ -216,8 +217,8 @@ def _strip(name: str, drawn: DocumentMap, tokens: int, top: float) -> list[str]:
     return shapes
 
 
-def _coarse(stretches: Sequence[Stretch], tokens: int) -> Sequence[tuple[int, int, int]]:
-    """Stretches for a strip of _BINS places: the darkest of those in one place."""
+def _coarse(stretches: Sequence[Stretch], tokens: int) -> Sequence[Stretch]:
+    """Reduce stretches to a strip of _BINS places: the darkest of those in one place."""
     if tokens <= _BINS:
         return stretches
     bins = np.zeros(_BINS, dtype=int)
@@ -225,10 +226,10 @@ def _coarse(stretches: Sequence[Stretch], tokens: int) -> Sequence[tuple[int, in
         first, last = start * _BINS // tokens, (end - 1) * _BINS // tokens
         np.maximum(bins[first : last + 1], shade, out=bins[first : last + 1])
     edge = tokens / _BINS
-    return [(int(start * edge), int(end * edge), shade) for start, end, shade in _stretches(bins) if shade]
+    return _stretches(bins, [int(place * edge) for place in range(_BINS + 1)])
 
 
-def _seen(drawn: DocumentMap) -> str:
+def _seen_text(drawn: DocumentMap) -> str:
     return f"seen {drawn.bucket}x"
 
 

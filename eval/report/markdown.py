@@ -11,18 +11,18 @@ _MARKDOWN = re.compile(r"[\\`*~$|]|(?<![^\W_])_|_(?![^\W_])|\](?=[\[(:])")
 
 
 def plain(text: str) -> str:
-    """The text as Markdown that shows it."""
+    """Escape a text, so that Markdown shows it."""
     return _MARKDOWN.sub(r"\\\g<0>", visible(text).replace("&", "&amp;").replace("<", "&lt;"))
 
 
 def code(text: str) -> str:
-    """The text as a code span: between more backticks than it has in a row."""
+    """Make a code span of a text: between more backticks than it has in a row."""
     text = visible(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if text.startswith("`") or text.endswith("`") else f"{fence}{text}{fence}"
 
 
 def table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table."""
+    """Write the lines of a table."""
     lines = [headings, ["---"] * len(headings), *body]
     return ["| " + " | ".join(map(plain, line)) + " |" for line in lines]

@@ -1,4 +1,4 @@
-"""What a report says of the protocol that its samples were made by: which lines were met, and which were not.
+"""The protocol that the samples of a report were made by: which lines were met, and which were not.
 
 run.json has the lines (data/contract.py); those that wait for the answers are decided here, by the summary of the run.
 """
@@ -13,7 +13,7 @@ Comparison = Mapping[str, Any]
 
 
 def lines_of(summary: Mapping[str, Any]) -> tuple[str, list[dict[str, str]] | None] | None:
-    """The name of a run's protocol, and its lines.
+    """Return the name of a run's protocol, and its lines.
 
     Args:
         summary: of one run, as `compare` has it in `runs`.
@@ -31,22 +31,22 @@ def lines_of(summary: Mapping[str, Any]) -> tuple[str, list[dict[str, str]] | No
 
 
 def standing(comparison: Comparison) -> str:
-    """Whether the runs are as published, in sentences; the deviations of those that are not, one by one.
+    """Write whether the runs are as published, and the deviations of those that are not, one by one.
 
     Empty if no record says of a protocol.
     """
-    told: dict[str, list[str]] = {}
+    sentences: dict[str, list[str]] = {}
     for name, summary in comparison["runs"].items():
         found = lines_of(summary)
         if found is not None:
-            told.setdefault(_standing(*found), []).append(name)
-    if len(told) == 1 and len(next(iter(told.values()))) == len(comparison["runs"]):
-        return next(iter(told))
-    return " ".join(f"{', '.join(names)}: {sentence}" for sentence, names in told.items())
+            sentences.setdefault(_standing(*found), []).append(name)
+    if len(sentences) == 1 and len(next(iter(sentences.values()))) == len(comparison["runs"]):
+        return next(iter(sentences))
+    return " ".join(f"{', '.join(names)}: {sentence}" for sentence, names in sentences.items())
 
 
 def table_rows(comparison: Comparison) -> list[list[str]]:
-    """Line, published, state, here and the runs that this is so of."""
+    """Make rows of line, published, state, here and the runs that these hold for."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, summary in comparison["runs"].items():
         for line in (lines_of(summary) or ("", None))[1] or ():

@@ -1,4 +1,4 @@
-"""What a comparison says, as tables of text: the same for the terminal, for Markdown and for HTML."""
+"""The numbers of a comparison as tables of text: the same for the terminal, for Markdown and for HTML."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import isfinite
@@ -9,7 +9,7 @@ from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.metrics.bleu import NEAR_BLEU
 from hf_axonn_eval.metrics.registry import METRICS
 from hf_axonn_eval.report import protocols, training
-from hf_axonn_eval.report.words import listed, settings
+from hf_axonn_eval.report.words import join_words, settings
 
 
 SEEN = "seen"  # heads the column of buckets
@@ -39,38 +39,37 @@ LEFT_OUT = {  # what sampling.Tally counts, and of how many
 def rows(
     comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None, intervals: Collection[str] = METRICS
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the table: a line for every bucket and run, runs of one bucket under each other.
+    """Return headings and cells of the table: a line for every bucket and run, runs of one bucket under each other.
 
     By default those of `report_columns`. Columns that no run has are left out: without generation there is no ROUGE.
     Those in `intervals` show theirs.
     """
-    runs, columns = comparison["runs"], report_columns() if columns is None else columns
-    columns = [metric for metric in columns if any(metric in group(runs[name], "all")["metrics"] for name in runs)]
-    body = []
-    for bucket in [*buckets(comparison), "all"]:
-        for name in runs:
-            metrics = group(runs[name], bucket)["metrics"]
-            cells = [estimate_text(metrics.get(metric), interval=metric in intervals) for metric in columns]
-            body.append([bucket_name(bucket), name, *cells])
-    return [SEEN, "model", *(title(metric) for metric in columns)], body
+    columns = report_columns() if columns is None else columns
+    columns = [metric for metric in columns if any(metric in of["metrics"] for *_, of in _groups(comparison))]
+    body = [
+        [bucket, name, *(estimate_text(of["metrics"].get(one), interval=one in intervals) for one in columns)]
+        for bucket, name, of in _groups(comparison)
+    ]
+    return [SEEN, "model", *map(title, columns)], body
 
 
 def difference_rows(
     comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None, intervals: Collection[str] = METRICS
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the differences from the base run, sample by sample; arguments as of `rows`."""
+    """Return headings and cells of the differences from the base run, sample by sample; arguments as of `rows`."""
     differences, columns = comparison["minus_base"], report_columns() if columns is None else columns
     columns = [metric for metric in columns if any(metric in run["all"] for run in differences.values())]
-    body = []
-    for bucket in [*buckets(comparison), "all"]:
-        for name, run in differences.items():
-            cells = [difference_text(run[bucket].get(metric), interval=metric in intervals) for metric in columns]
-            body.append([bucket_name(bucket), name, *cells])
-    return [SEEN, "model", *(title(metric) for metric in columns)], body
+    body = [
+        [bucket_name(bucket), name]
+        + [difference_text(run[bucket].get(metric), interval=metric in intervals) for metric in columns]
+        for bucket in [*buckets(comparison), "all"]
+        for name, run in differences.items()
+    ]
+    return [SEEN, "model", *map(title, columns)], body
 
 
 def caption(comparison: Mapping[str, Any], *, means: bool = True) -> str:
-    """What the first column and the brackets mean, and, where the table shows those of means, why some have none."""
+    """Explain the first column and the brackets, and, where the table shows those of means, why some have none."""
     return (
         "Seen: how often the training saw a document according to the samples file; 0x are controls. In brackets: "
         f"{percent(comparison)} intervals; Clopper and Pearson's for shares, with documents as trials where they have "
@@ -80,23 +79,23 @@ def caption(comparison: Mapping[str, Any], *, means: bool = True) -> str:
 
 
 def _without_intervals(comparison: Mapping[str, Any]) -> str:
-    """Why numbers of the table have no interval, in a sentence; empty if all have one."""
+    """Explain in a sentence why numbers of the table have no interval; empty if all have one."""
     reasons: dict[str, None] = {}
     for _, _, numbers in _groups(comparison):
         for metric in report_columns():
             entry = numbers["metrics"].get(metric)
             if entry is not None and entry["low"] is None:
                 reasons[str(entry.get("interval", "none")).removeprefix("none: ")] = None
-    return f"Without brackets there is no interval: {listed(sorted(reasons), 'or')}." if reasons else ""
+    return f"Without brackets there is no interval: {join_words(sorted(reasons), 'or')}." if reasons else ""
 
 
 def percent(comparison: Mapping[str, Any]) -> str:
-    """The confidence of the intervals: "95%", "99.9%"."""
+    """Write the confidence of the intervals: "95%", "99.9%"."""
     return f"{100 * comparison['intervals']['confidence']:g}%"
 
 
 def provenance(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """For each run with a record (run.json) where its numbers come from, by what they are."""
+    """Return facts on the origin of the numbers, by run and name of the fact, of runs with a record (run.json)."""
     facts = {}
     for name, summary in comparison["runs"].items():
         run = summary["run"]
@@ -132,41 +131,41 @@ def _tokenizer(record: Mapping[str, Any]) -> str:
 
 
 def report_columns() -> list[str]:
-    """The metrics in the tables of the Markdown and HTML report."""
+    """List the metrics in the tables of the Markdown and HTML report."""
     return [name for name, metric in METRICS.items() if metric.shown_in in ("terminal", "report")]
 
 
 def terminal_columns() -> list[str]:
-    """The metrics in the table on the terminal; those that come with the package fit into 80 characters."""
+    """List the metrics in the table on the terminal; those that come with the package fit into 80 characters."""
     return [name for name, metric in METRICS.items() if metric.shown_in == "terminal"]
 
 
 def title(metric: str) -> str:
-    """The heading of a metric; one that is not registered here, such as that of another's summary, is its name."""
+    """Return the heading of a metric; one that is not registered, as in a summary from elsewhere, is its name."""
     return METRICS[metric].title if metric in METRICS else metric
 
 
 def group(summary: Mapping[str, Any], bucket: str) -> Mapping[str, Any]:
-    """The numbers of one bucket, or of "all"."""
+    """Return the numbers of one bucket, or of "all"."""
     return summary["all"] if bucket == "all" else summary["buckets"][bucket]
 
 
 def buckets(comparison: Mapping[str, Any]) -> list[str]:
-    """The buckets, as text."""
+    """List the buckets, as text."""
     return list(comparison["runs"][comparison["base"]]["buckets"])
 
 
 def bucket_name(bucket: str) -> str:
-    """How often it was seen, by the samples file: "12x", or "all"."""
+    """Write how often a bucket was seen, by the samples file: "12x", or "all"."""
     return bucket if bucket == "all" else f"{bucket}x"
 
 
 def estimate_text(entry: Mapping[str, Any] | None, *, interval: bool = True) -> str:
-    """A number of a summary: "3 of 12 [0.09, 0.53]" for a share, "0.512 [0.40, 0.61]" for a mean, "-" for None."""
+    """Write a number of a summary: "3 of 12 [0.09, 0.53]", a share, "0.512 [0.40, 0.61]", a mean, or "-", None."""
     if entry is None:
         return "-"
     mean = f"{entry['count']} of {entry['n']}" if "count" in entry else f"{entry['mean']:z.3f}"
-    return mean if entry["low"] is None or not interval else f"{mean} [{entry['low']:z.2f}, {entry['high']:z.2f}]"
+    return mean + ends_text(entry) if interval else mean
 
 
 def difference_text(
@@ -182,8 +181,12 @@ def difference_text(
     if entry is None or entry["difference"] is None:
         return "-"
     of_mean, of_ends = digits
-    ends = f" [{entry['low']:+z.{of_ends}f}, {entry['high']:+z.{of_ends}f}]" if entry["low"] is not None else ""
-    return f"{entry['difference']:+z.{of_mean}f}{ends if interval else ''}"
+    return f"{entry['difference']:+z.{of_mean}f}{ends_text(entry, f'+z.{of_ends}f') if interval else ''}"
+
+
+def ends_text(entry: Mapping[str, Any], digits: str = "z.2f") -> str:
+    """Write the interval of an entry, after a space; empty if it has none."""
+    return "" if entry["low"] is None else f" [{entry['low']:{digits}}, {entry['high']:{digits}}]"
 
 
 class Details(NamedTuple):
@@ -197,39 +200,25 @@ class Details(NamedTuple):
 
 
 def all_details(comparison: Mapping[str, Any]) -> list[Details]:
-    """All of them, in the order of a report."""
-    makers = (
-        models,
-        changes,
-        shorter,
-        discoverability,
-        near_copies,
-        membership,
-        near_ties,
-        degenerate,
-        guesses,
-        left_out,
-        protocol,
-    )
-    return [details for make in makers for details in make(comparison)]
+    """List all of them, in the order of a report."""
+    makers = (models, changes, shorter, discoverability, near_copies, membership, near_ties, degenerate, guesses)
+    return [details for make in (*makers, left_out, protocol) for details in make(comparison)]
 
 
 def models(comparison: Mapping[str, Any]) -> list[Details]:
-    """How the models were reached, and what they were trained on by the record beside their weights."""
-    headings, body = training.models(comparison)
+    """List how the models were reached, and what they were trained on by the record beside their weights."""
     note = "The level of access is what this measurement had; others, such as texts alone, may show less."
-    found = [Details("Models", headings, body, note)] if body else []
-    headings, body = training.records(comparison)
+    found = _details("Models", *training.models(comparison), note)
     note = (
         "training_record.json, which hf_axonn's trainers write beside the weights; nobody else has checked it. "
         "Tokens: those with a label, which the first of a row has not. Dropped: labels that the goldfish loss left "
         "out, as counted. The SHA-256 is of the input_ids of all rows."
     )
-    return found + ([Details("Training records", headings, body, note)] if body else [])
+    return found + _details("Training records", *training.records(comparison), note)
 
 
 def changes(comparison: Mapping[str, Any]) -> list[Details]:
-    """McNemar's tests between each run and the base run, for every yes-or-no metric, those of the controls apart."""
+    """List McNemar's tests of each run against the base run, by yes-or-no metric, those of the controls apart."""
     base, found = comparison["base"], []
     for controls in (False, True):
         tests = [
@@ -254,26 +243,26 @@ def changes(comparison: Mapping[str, Any]) -> list[Details]:
 
 
 def shorter(comparison: Mapping[str, Any]) -> list[Details]:
-    """Exact match of suffixes cut to some lengths, where these were asked for."""
-    lengths = dict.fromkeys(length for _, _, numbers in _groups(comparison) for length in numbers["exact_match_at"])
+    """Give the exact match of suffixes cut to some lengths, where these were asked for."""
+    groups = list(_groups(comparison, "exact_match_at"))
+    lengths = dict.fromkeys(length for *_, estimates in groups for length in estimates)
     body = [
-        [bucket, name, *(estimate_text(numbers["exact_match_at"].get(length)) for length in lengths)]
-        for bucket, name, numbers in _groups(comparison)
+        [bucket, name, *(estimate_text(estimates.get(length)) for length in lengths)]
+        for bucket, name, estimates in groups
     ]
     headings = [SEEN, "model", *(f"first {length}" for length in lengths)]
-    return [Details("Verbatim, suffixes cut to their first tokens", headings, body)] if lengths else []
+    return _details("Verbatim, suffixes cut to their first tokens", headings, body if lengths else [])
 
 
 def discoverability(comparison: Mapping[str, Any]) -> list[Details]:
-    """For each p the median number of draws, and the share that each number of draws discovers."""
-    groups = [(bucket, name, numbers.get("discoverability")) for bucket, name, numbers in _groups(comparison)]
-    groups = [(bucket, name, numbers) for bucket, name, numbers in groups if numbers]
+    """Give for each p the median number of draws, and the share that each number of draws discovers."""
+    groups = list(_groups(comparison, "discoverability"))
     found = []
-    for p in dict.fromkeys(p for _, _, numbers in groups for p in numbers):
-        tries = dict.fromkeys(n for _, _, numbers in groups for n in numbers[p]["tries"])
+    for p in dict.fromkeys(p for *_, by_chance in groups for p in by_chance):
+        tries = dict.fromkeys(n for *_, by_chance in groups for n in by_chance[p]["tries"])
         body = [
-            [bucket, name, _draws(numbers[p]["median_n"]), *(estimate_text(numbers[p]["tries"].get(n)) for n in tries)]
-            for bucket, name, numbers in groups
+            [bucket, name, _draws(of[p]["median_n"]), *(estimate_text(of[p]["tries"].get(n)) for n in tries)]
+            for bucket, name, of in groups
         ]
         headings = [SEEN, "model", "median n", *(f"n = {int(n):,}" for n in tries)]
         found.append(Details(f"(n, {p})-discoverable", headings, body, samplers(comparison)))
@@ -281,48 +270,44 @@ def discoverability(comparison: Mapping[str, Any]) -> list[Details]:
 
 
 def near_copies(comparison: Mapping[str, Any]) -> list[Details]:
-    """What comes back but for a few edits: by greedy decoding, and in one draw of many; each with what it cost."""
-    groups = list(_groups(comparison))
-    found, decoded = [], []
-    for bucket, name, numbers in groups:
-        if "bleu_copies" in numbers:
-            verbatim, near, run = (numbers["metrics"].get(one) for one in ("exact_match", "near_verbatim", "lccs"))
-            decoded.append([bucket, name, *map(estimate_text, (verbatim, near, numbers["bleu_copies"], run))])
-    if decoded:
-        headings = [SEEN, "model", "verbatim", "edits at most 10%", f"BLEU above {NEAR_BLEU}", "LCCS"]
-        note = "One pass over each sample, and one token at a time from the first miss on. LCCS: longest run / suffix."
-        found.append(Details("Near copies by greedy decoding", headings, decoded, note))
-    searched = [(bucket, name, numbers["near_copies"]) for bucket, name, numbers in groups if "near_copies" in numbers]
-    if searched:
-        edits = list(searched[0][2]["edits"])
-        headings = [SEEN, "model", *(f"k = {edit}" for edit in edits), "tokens read, in draws"]
-        note = (
-            "Lower bounds, which a search found, for texts within k edits of tokens; 0: the suffix itself. "
-            f"{samplers(comparison) or 'Drawn at temperature 1 from all tokens.'}"
-        )
-        for heading, number in (
-            ("Mean probability of near copies in one draw", "probability"),
-            (f"Samples with a near copy of probability {LIKELY} or more", "likely"),
-        ):
-            body = [
-                [bucket, name, *(estimate_text(of["edits"].get(edit, {}).get(number)) for edit in edits)]
-                + [f"{of['draws']:.1f}"]
-                for bucket, name, of in searched
-            ]
-            found.append(Details(heading, headings, body, note))
+    """Count texts that come back but for a few edits, by greedy decoding and in one draw of many, and their cost."""
+    decoded = [
+        [bucket, name, *(estimate_text(of["metrics"].get(metric)) for metric in ("exact_match", "near_verbatim"))]
+        + [estimate_text(of["bleu_copies"]), estimate_text(of["metrics"].get("lccs"))]
+        for bucket, name, of in _groups(comparison)
+        if "bleu_copies" in of
+    ]
+    headings = [SEEN, "model", "verbatim", "edits at most 10%", f"BLEU above {NEAR_BLEU}", "LCCS"]
+    note = "One pass over each sample, and one token at a time from the first miss on. LCCS: longest run / suffix."
+    found = _details("Near copies by greedy decoding", headings, decoded, note)
+    searched = list(_groups(comparison, "near_copies"))
+    edits = list(searched[0][2]["edits"]) if searched else []
+    headings = [SEEN, "model", *(f"k = {edit}" for edit in edits), "tokens read, in draws"]
+    note = (
+        "Lower bounds, which a search found, for texts within k edits of tokens; 0: the suffix itself. "
+        f"{samplers(comparison) or 'Drawn at temperature 1 from all tokens.'}"
+    )
+    for heading, number in (
+        ("Mean probability of near copies in one draw", "probability"),
+        (f"Samples with a near copy of probability {LIKELY} or more", "likely"),
+    ):
+        body = [
+            [bucket, name, *(estimate_text(of["edits"].get(edit, {}).get(number)) for edit in edits)]
+            + [f"{of['draws']:.1f}"]
+            for bucket, name, of in searched
+        ]
+        found += _details(heading, headings, body, note)
     return found
 
 
 def membership(comparison: Mapping[str, Any]) -> list[Details]:
-    """How well each score parts what was seen from bucket 0."""
+    """Give how well each score parts what was seen from bucket 0."""
     body, rates = [], []
-    for bucket, name, numbers in _groups(comparison):
-        for score, attack in numbers.get("membership", {}).items():
+    for bucket, name, attacks in _groups(comparison, "membership"):
+        for score, attack in attacks.items():
             rates = [key for key in attack if key.startswith("tpr_at_")]
-            cells = [_value(attack[key]) for key in ("auc", *rates)]
-            body.append(
-                [bucket, name, ATTACKS.get(score, score), f"{attack['members']}, {attack['controls']}", *cells]
-            )
+            cells = [f"{attack['members']}, {attack['controls']}", *(_value(attack[key]) for key in ("auc", *rates))]
+            body.append([bucket, name, ATTACKS.get(score, score), *cells])
     headings = [SEEN, "model", "score", "members, controls", "AUC"]
     headings += [f"TPR at {float(rate.removeprefix('tpr_at_')):.1%} FPR" for rate in rates]
     note = (
@@ -330,47 +315,40 @@ def membership(comparison: Mapping[str, Any]) -> list[Details]:
         "threshold. The reference score, mean log-probability of a token minus the base's, is over the "
         f"{comparison.get('reference_over', 'sample')}."
     )
-    return [Details("Membership inference against bucket 0", headings, body, note)] if body else []
+    return _details("Membership inference against bucket 0", headings, body, note)
 
 
 def near_ties(comparison: Mapping[str, Any]) -> list[Details]:
-    """How many samples rounding decides, and between what the number of verbatim ones lies for it."""
+    """Count the samples that rounding decides, and the verbatim ones if all fell one way or the other."""
     body = [
-        [
-            bucket,
-            name,
-            f"{entry['count']} of {entry['n']}",
-            f"{entry['exact_match_at_least']} to {entry['exact_match_at_most']}",
-        ]
-        for bucket, name, numbers in _groups(comparison)
-        if (entry := numbers.get("undecided"))
+        [bucket, name, f"{of['count']} of {of['n']}", f"{of['exact_match_at_least']} to {of['exact_match_at_most']}"]
+        for bucket, name, of in _groups(comparison, "undecided")
     ]
     headings = [SEEN, "model", "undecided", "verbatim, whichever way they fall"]
     note = "Undecided: rounding may decide whether the sample is verbatim, as two tokens are almost equally likely."
-    return [Details("Undecided samples", headings, body, note)] if body else []
+    return _details("Undecided samples", headings, body, note)
 
 
 def degenerate(comparison: Mapping[str, Any]) -> list[Details]:
-    """How many suffixes are predictable without having been seen, and the exact match of the others."""
+    """Count the suffixes that are predictable without having been seen, and give the exact match of the others."""
     body = [
-        [bucket, name, f"{entry['count']} of {entry['n']}", estimate_text(entry["exact_match_of_others"])]
-        for bucket, name, numbers in _groups(comparison)
-        if (entry := numbers.get("degenerate"))
+        [bucket, name, f"{of['count']} of {of['n']}", estimate_text(of["exact_match_of_others"])]
+        for bucket, name, of in _groups(comparison, "degenerate")
     ]
     headings = [SEEN, "model", "degenerate", "verbatim among the others"]
     note = "A suffix that repeats itself is easily right without having been learnt."
-    return [Details("Degenerate suffixes", headings, body, note)] if body else []
+    return _details("Degenerate suffixes", headings, body, note)
 
 
 def left_out(comparison: Mapping[str, Any]) -> list[Details]:
-    """What the samples do not have of the documents, by reason, where the records say so."""
-    counts = left_out_counts(comparison)
-    body = [[LEFT_OUT.get(reason, reason), f"{count:,}"] for reason, count in (counts or {}).items()]
-    return [Details("Left out when the samples were made", ["what", "how many"], body)] if body else []
+    """Count what the samples do not have of the documents, by reason, where the records say so."""
+    counts = left_out_counts(comparison) or {}
+    body = [[LEFT_OUT.get(reason, reason), f"{count:,}"] for reason, count in counts.items()]
+    return _details("Left out when the samples were made", ["what", "how many"], body)
 
 
 def guesses(comparison: Mapping[str, Any]) -> list[Details]:
-    """Recall at so many errors, where it was asked how sure the models are of their guesses."""
+    """Give the recall at so many errors, where it was asked how sure the models are of their guesses."""
     found = {name: summary["all"].get("recall_at_errors") for name, summary in comparison["runs"].items()}
     body = [[name, f"{one['recall']:.3f}", f"{one['n']:,}"] for name, one in found.items() if one]
     errors = next((one["errors"] for one in found.values() if one), 0)
@@ -378,21 +356,25 @@ def guesses(comparison: Mapping[str, Any]) -> list[Details]:
         f"Greedy guesses in the order of their loss: the share of all samples that is right before wrong guess "
         f"{errors}. An order of all samples has no interval here."
     )
-    return [Details(f"Recall at {errors} errors", ["model", "recall", "samples"], body, note)] if body else []
+    return _details(f"Recall at {errors} errors", ["model", "recall", "samples"], body, note)
 
 
 def protocol(comparison: Mapping[str, Any]) -> list[Details]:
-    """The lines of the protocol that the samples were made by, where the records have them."""
-    body = protocols.table_rows(comparison)
+    """List the lines of the protocol that the samples were made by, where the records have them."""
     headings = ["line", "published", "this run", "here", "model"]
     note = "docs/protocols.md has the source of each line. What is not checked is no deviation that is known of."
-    return [Details("The protocol, line by line", headings, body, note)] if body else []
+    return _details("The protocol, line by line", headings, protocols.table_rows(comparison), note)
+
+
+def _details(title: str, headings: list[str], body: list[list[str]], note: str = "") -> list[Details]:
+    """Make a table; none without rows."""
+    return [Details(title, headings, body, note)] if body else []
 
 
 def left_out_counts(comparison: Mapping[str, Any]) -> dict[str, int] | None:
-    """By the keys of LEFT_OUT and those that a record has besides, how many; None if no record says so.
+    """Return counts by the keys of LEFT_OUT and those that a record has besides; None if no record has any.
 
-    All runs were asked the same samples, so that the first record that says so is as good as any.
+    All runs were asked the same samples, so that the first record that has counts is as good as any.
     """
     for summary in comparison["runs"].values():
         counts = (summary["run"] or {}).get("settings", {}).get("left_out")
@@ -402,7 +384,7 @@ def left_out_counts(comparison: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def samplers(comparison: Mapping[str, Any]) -> str:
-    """With which samplers the runs were measured, in a sentence; empty if the records do not say."""
+    """State the samplers of the runs in a sentence; empty if the records do not say."""
     stated = {}
     for name, summary in comparison["runs"].items():
         run = summary["run"] or {}
@@ -414,11 +396,13 @@ def samplers(comparison: Mapping[str, Any]) -> str:
     return "Samplers: " + "; ".join(f"{name}: {sampler}" for name, sampler in stated.items()) + "." if stated else ""
 
 
-def _groups(comparison: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def _groups(comparison: Mapping[str, Any], key: str | None = None) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield bucket, run and numbers; with a key its entry, of those that have one."""
     for bucket in [*buckets(comparison), "all"]:
         for name, summary in comparison["runs"].items():
             numbers = group(summary, bucket)
-            yield bucket_name(bucket), name, {"exact_match_at": {}, **numbers}
+            if key is None or numbers.get(key) is not None:
+                yield bucket_name(bucket), name, numbers if key is None else numbers[key]
 
 
 def _change(entry: Mapping[str, Any]) -> list[str]:
@@ -436,7 +420,6 @@ def _draws(number: float | None) -> str:
 def _value(entry: Mapping[str, Any]) -> str:
     if entry["value"] is None:
         return str(entry["why"])
-    ends = "" if entry["low"] is None else f" [{entry['low']:.2f}, {entry['high']:.2f}]"
     false = entry.get("false_positive_rate")
     achieved = f", FPR {false['value']:.2%} [{false['low']:.2%}, {false['high']:.2%}]" if false else ""
-    return f"{entry['value']:.3f}{ends}{achieved}"
+    return f"{entry['value']:.3f}{ends_text(entry)}{achieved}"

@@ -34,7 +34,7 @@ class Passage(NamedTuple):
 
 
 def passage(result: SampleResult, sample: Sample | None = None, tokenizer=None) -> Passage:
-    """The two texts of a result, with what agrees marked.
+    """Mark what agrees in the two texts of a result.
 
     Args:
         result: of one sample. Without generation `generated` is None.
@@ -56,7 +56,7 @@ def passage(result: SampleResult, sample: Sample | None = None, tokenizer=None) 
 
 
 def token_texts(ids: Sequence[int], tokenizer) -> list[str]:
-    """The text that each token adds; joined they are the decoded text.
+    """Decode each token to the text that it adds; joined they are the decoded text.
 
     A character of several tokens comes with its last one. Where decoding changes what it has already given (tokenizers
     that clean up spaces), tokens are decoded one by one, and the joined text may differ in its spaces.
@@ -74,7 +74,7 @@ def token_texts(ids: Sequence[int], tokenizer) -> list[str]:
 
 
 def examples(runs: Mapping[str, Sequence[SampleResult]], *, count: int) -> dict[int, list[dict[str, SampleResult]]]:
-    """Samples of every bucket from the best known to the least known, evenly spread over that order.
+    """Choose samples of every bucket from the best known to the least known, evenly spread over that order.
 
     The order is by the longest agreement from the first token on that any run has, then by its log-probability. The
     results are read twice, and only those of the examples are kept.
@@ -128,7 +128,7 @@ def _words(text: str | None) -> tuple[list[str], list[str]] | None:
 
 
 def _join(spans) -> list[Span]:
-    """Neighbours with the same mark become one span."""
+    """Join neighbours with the same mark to one span."""
     joined: list[Span] = []
     for text, mark in spans:
         if joined and joined[-1].mark == mark:
@@ -141,7 +141,7 @@ def _join(spans) -> list[Span]:
 def text_examples(
     runs: Mapping[str, Sequence[SampleResult]], *, samples: Sequence[Sample] | None, tokenizer, count: int
 ) -> dict[int, list[dict[str, Any]]]:
-    """Examples of every bucket, from the best known to the least known, as templates/page.html shows them.
+    """Prepare examples of every bucket for templates/page.html, from the best known to the least known.
 
     Args:
         runs: results by the name of the run.
@@ -156,18 +156,14 @@ def text_examples(
     has_texts = any(result.suffix_text is not None for result in shown)
     if not has_texts and (not samples or tokenizer is None):
         return {}
-    wanted = {result.sample_id for result in shown}
-    questions = {sample.sample_id: sample for sample in samples or () if sample.sample_id in wanted}
-    return {
-        bucket: [
-            _example(answers, questions.get(next(iter(answers.values())).sample_id), tokenizer) for answers in some
-        ]
-        for bucket, some in chosen.items()
-    }
+    ids = {result.sample_id for result in shown}
+    questions = {sample.sample_id: sample for sample in samples or () if sample.sample_id in ids}
+    return {bucket: [_example(answers, questions, tokenizer) for answers in some] for bucket, some in chosen.items()}
 
 
-def _example(answers: Mapping[str, SampleResult], sample: Sample | None, tokenizer) -> dict[str, Any]:
+def _example(answers: Mapping[str, SampleResult], questions: Mapping[str, Sample], tokenizer) -> dict[str, Any]:
     one = next(iter(answers.values()))
+    sample = questions.get(one.sample_id)
     label, prefix = f"Prefix, {one.prefix_length} tokens", None
     if sample is not None and tokenizer is not None:
         prefix = [Span(tokenizer.decode(list(sample.prefix[-MOST_SHOWN:])), OTHER)]

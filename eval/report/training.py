@@ -1,4 +1,4 @@
-"""What the models say of themselves: how they were reached, and the training record that lies beside their weights.
+"""The models by their own records: how they were reached, and the training record that lies beside their weights.
 
 How often a document was seen is a claim of the samples file. The record (hf_axonn/goldfish/record.py) is what training
 itself wrote down; a model without one may have been trained on anything.
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_axonn.goldfish.record import describe_counts, describe_loss, is_record
-from hf_axonn_eval.report.words import listed
+from hf_axonn_eval.report.words import join_words
 
 
 UNKNOWN = "unknown"
@@ -18,13 +18,13 @@ Comparison = Mapping[str, Any]
 
 
 def record_of(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The training record in the run.json of a run; None without one."""
+    """Return the training record in the run.json of a run; None without one."""
     found: Mapping[str, Any] | None = ((summary["run"] or {}).get("model") or {}).get("training")
     return found if is_record(found) else None
 
 
 def sentence(comparison: Comparison) -> str:
-    """What the models were trained on by their own records, in a sentence or two."""
+    """Write what the models were trained on by their own records, in a sentence or two."""
     known, silent = [], []
     for name, summary in comparison["runs"].items():
         record = record_of(summary)
@@ -32,17 +32,17 @@ def sentence(comparison: Comparison) -> str:
             silent.append(name)
             continue
         steps, tokens, dropped = describe_counts(record)
-        losses = listed(list(dict.fromkeys(map(describe_loss, record["parts"]))), "then")
+        losses = join_words(list(dict.fromkeys(map(describe_loss, record["parts"]))), "then")
         known.append(f"{name}: {losses}, {steps} steps, {tokens} tokens, {dropped} of them dropped")
     found = [f"By their training records, {'; '.join(known)}."] if known else []
     if silent:
         have = "has" if len(silent) == 1 else "have"
-        found.append(f"{listed(silent)} {have} no training record, so only the samples file says what was seen.")
+        found.append(f"{join_words(silent)} {have} no training record, so only the samples file says what was seen.")
     return " ".join(found)
 
 
 def models(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the table of models: how each was reached, when, with which tokenizer."""
+    """Return headings and cells of the table of models: how each was reached, when, with which tokenizer."""
     body = []
     for name, summary in comparison["runs"].items():
         run = summary["run"]
@@ -57,7 +57,7 @@ def models(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def records(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the table of training records: a line for each setting of loss or data."""
+    """Return headings and cells of the table of training records: a line for each setting of loss or data."""
     body = []
     for name, summary in comparison["runs"].items():
         record = record_of(summary)
@@ -70,7 +70,7 @@ def records(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def access(run: Mapping[str, Any]) -> str:
-    """How the model was reached: by its weights, or as a server gives it."""
+    """Name the access to the model: its weights, or what a server gives."""
     served = bool(run["identity"].get("served"))
     return str(run.get("access") or ("log-probabilities and texts of a server" if served else "weights"))
 

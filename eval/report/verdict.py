@@ -1,16 +1,16 @@
 """The first sentences of a report: for each model whether there is evidence of verbatim memorization, and what this
 design cannot show.
 
-The numbers are those of analysis/evidence.py. What nobody has tested is not claimed: a share that comes back without
-controls and without a base run is told as a share.
+The numbers are those of analysis/evidence.py. Nothing is claimed that no test shows: a share that comes back without
+controls and without a base run is given as a share.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PureWindowsPath
 from typing import Any
 
 from hf_axonn_eval.report import tables
-from hf_axonn_eval.report.words import count, listed, times
+from hf_axonn_eval.report.words import count, join_words, times
 
 
 Comparison = Mapping[str, Any]
@@ -19,7 +19,7 @@ DRAWS, P = "1000", "0.5"  # of the stated sampler, if there is one
 
 
 def page_title(comparison: Comparison) -> str:
-    """The heading of a report: the runs, and what their models are called."""
+    """Write the heading of a report: the runs, and the names of their models."""
     named = []
     for name, summary in comparison["runs"].items():
         path = str(((summary["run"] or {}).get("model") or {}).get("path", ""))
@@ -28,11 +28,11 @@ def page_title(comparison: Comparison) -> str:
         named.append(name if model in ("", name) else f"{name} ({model})")
     if len(named) > MOST_NAMED:
         named = [*named[: MOST_NAMED - 1], f"{len(named) - MOST_NAMED + 1} more"]
-    return f"Extraction: {listed(named)}"
+    return f"Extraction: {join_words(named)}"
 
 
 def warnings(comparison: Comparison) -> list[str]:
-    """A sentence for each model that is no better than chance on these samples."""
+    """Write a sentence for each model that is no better than chance on these samples."""
     return [
         f"{name} does no better than chance on these samples: its mean loss of the suffixes is {chance['nll']:.2f} "
         f"nats a token, and that of guessing evenly among all tokens {chance['chance_nll']:.2f}. Either the samples "
@@ -42,12 +42,12 @@ def warnings(comparison: Comparison) -> list[str]:
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """A sentence for each model, in the order of the runs."""
+    """Write a sentence for each model, in the order of the runs."""
     return [_verdict(comparison, name) for name in comparison["runs"]]
 
 
 def cannot_show(comparison: Comparison) -> list[str]:
-    """What these documents, controls and runs cannot show whatever comes back, a sentence each."""
+    """List what these documents, controls and runs cannot show whatever comes back, a sentence each."""
     found = comparison["evidence"]
     alpha = 1 - comparison["intervals"]["confidence"]
     first = found[comparison["base"]]
@@ -95,6 +95,7 @@ def _verdict(comparison: Comparison, name: str) -> str:
     often = times(buckets) if len(buckets) < 3 else f"{buckets[0]} to {buckets[-1]} times"
     which = f"{count(seen['n'], 'sample')} seen {often} according to the samples file"
     share = f"{seen['count']:,} of {which}"
+    some = share + tables.ends_text(seen)
     upper = "how much is compatible with this is not known, of a single document"
     if seen["low"] is not None:
         upper = f"up to {percent(seen['high'])} is compatible with this"
@@ -102,20 +103,20 @@ def _verdict(comparison: Comparison, name: str) -> str:
     if not seen["count"]:
         sentence = f"No evidence of verbatim memorization by {name}: {share} came back by greedy decoding; {upper}"
     elif entry["more"]:
-        sentence = (
-            f"Evidence of verbatim memorization by {name}: {share}{_ends(seen)} came back by greedy decoding{beside}"
-        )
+        sentence = f"Evidence of verbatim memorization by {name}: {some} came back by greedy decoding{beside}"
     elif entry["more"] is None:
         sentence = (
-            f"{name} reproduced {share}{_ends(seen)} by greedy decoding; with no test against controls or a base run, "
+            f"{name} reproduced {some} by greedy decoding; with no test against controls or a base run, "
             "this may be what anyone would guess, and no verdict is given"
         )
     else:
         sentence = (
-            f"No clear evidence of verbatim memorization by {name}: {share}{_ends(seen)} came back by greedy decoding"
+            f"No clear evidence of verbatim memorization by {name}: {some} came back by greedy decoding"
             f"{beside}; no test shows that more came back; {upper}"
         )
-    return f"{sentence}{_drawn(comparison['runs'][name], buckets)}."
+    drawn, samples = count_drawn(comparison["runs"][name], buckets)
+    sampled = f". {int(DRAWS):,} draws find {drawn:,} of {samples:,} at least as likely as not" if drawn else ""
+    return f"{sentence}{sampled}."
 
 
 def _beside(comparison: Comparison, name: str) -> str:
@@ -129,19 +130,14 @@ def _beside(comparison: Comparison, name: str) -> str:
         other = comparison["evidence"][base]["seen"]
         p = f"corrected p = {entry['against_base']['p_holm']:.2g}, McNemar's test"
         parts.append(f"{other['count']:,} of the same {other['n']:,} from {base} ({p})")
-    return f", against {listed(parts)}" if parts else ""
+    return f", against {join_words(parts)}" if parts else ""
 
 
-def _drawn(run: Mapping[str, Any], buckets: list[str]) -> str:
-    """What the stated sampler finds, which greedy decoding may not."""
+def count_drawn(run: Mapping[str, Any], buckets: Sequence[str]) -> tuple[int, int]:
+    """Count the samples that DRAWS draws of the stated sampler find with probability P, and all with a sampler."""
     found = [run["buckets"][bucket].get("discoverability", {}).get(P, {"tries": {}})["tries"] for bucket in buckets]
     shares = [tries[DRAWS] for tries in found if DRAWS in tries]
-    total = sum(share["count"] for share in shares)
-    if not total:
-        return ""
-    return (
-        f". {int(DRAWS):,} draws find {total:,} of {sum(share['n'] for share in shares):,} at least as likely as not"
-    )
+    return sum(share["count"] for share in shares), sum(share["n"] for share in shares)
 
 
 def _smallest(test: Mapping[str, Any]) -> float:
@@ -149,7 +145,7 @@ def _smallest(test: Mapping[str, Any]) -> float:
 
 
 def _rates(comparison: Comparison) -> list[str]:
-    """Rates at few false positives that so few controls do not give."""
+    """Name rates at few false positives that so few controls do not give."""
     attacks = [attack for run in comparison["runs"].values() for attack in run["all"].get("membership", {}).values()]
     reasons = [
         rate["why"]
@@ -157,7 +153,7 @@ def _rates(comparison: Comparison) -> list[str]:
         for name, rate in attack.items()
         if name.startswith("tpr_at_") and rate["value"] is None
     ]
-    needs = listed([reason.partition("; ")[2] for reason in reasons])
+    needs = join_words([reason.partition("; ")[2] for reason in reasons])
     have = reasons[0].partition("; ")[0] if reasons else ""
     return [f"{have} are too few for a true positive rate at a low false positive rate: {needs}."] if reasons else []
 
@@ -167,10 +163,6 @@ def _at_chance(comparison: Comparison) -> dict[str, Mapping[str, Any]]:
     return {name: chance for name, chance in found.items() if chance and chance["no_better"]}
 
 
-def _ends(entry: Mapping[str, Any]) -> str:
-    return "" if entry["low"] is None else f" [{entry['low']:.2f}, {entry['high']:.2f}]"
-
-
 def percent(share: float) -> str:
-    """A share in percent, with two digits where it is small: 26%, 0.37%."""
+    """Write a share in percent, with two digits where it is small: 26%, 0.37%."""
     return f"{share:.0%}" if share >= 0.0995 else f"{100 * share:.2g}%"

@@ -18,7 +18,7 @@ SETTINGS = {  # names in run.json that say too little
 }
 
 
-def listed(words: Sequence[object], last: str = "and") -> str:
+def join_words(words: Sequence[object], last: str = "and") -> str:
     """Join words: a, b and c."""
     texts = [str(word) for word in words]
     return f" {last} ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
@@ -31,7 +31,7 @@ def count(number: int, one: str) -> str:
 
 def times(buckets: Sequence[str]) -> str:
     """Write how often, by the names of buckets: once, 1 or 12 times."""
-    return "once" if list(buckets) == ["1"] else f"{listed(buckets, 'or')} times"
+    return "once" if list(buckets) == ["1"] else f"{join_words(buckets, 'or')} times"
 
 
 def settings(entries: Mapping[str, Any]) -> str:

@@ -42,27 +42,17 @@ def write_report(
     With books also passages.csv, books.svg and books.png.
 
     Args:
-        comparison: what `compare` returned.
+        comparison: what `compare` returned; with `books` it has its `coverage`.
         output: directory; made if it is not there.
-        runs: the results that were compared, for the curves, the maps and the texts of the page.
-        samples: what was asked, for the prefixes.
-        tokenizer: for the texts of prefixes and tokens.
-        examples: samples of each bucket whose texts are shown.
-        title: heading of the page and of report.md; by default the names of the runs and models.
-        books: what `books` returned; the comparison has its `coverage` then.
+        runs: as of `html_page`, like the others. `title` is also the heading of report.md.
     Returns:
         The paths, by file name.
     """
     directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
-    page = html_page(
-        comparison, runs=runs, samples=samples, tokenizer=tokenizer, examples=examples, title=title, books=books
-    )
-    texts = {
-        "summary.json": json_text(comparison),
-        "report.md": markdown(comparison, title=title),
-        "report.html": page,
-    }
+    options: dict[str, Any] = {"samples": samples, "tokenizer": tokenizer, "examples": examples, "books": books}
+    texts = {"summary.json": json_text(comparison), "report.md": markdown(comparison, title=title)}
+    texts["report.html"] = html_page(comparison, runs=runs, title=title, **options)
     for name, text in texts.items():
         (directory / name).write_text(text, encoding="utf-8")
     plot(comparison, directory / "plot.png")
@@ -80,16 +70,16 @@ def write_report(
 
 
 def terminal_table(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None, show_warnings: bool = True):
-    """The table for `rich.print`; narrow, so of the intervals it shows only those of shares."""
+    """Make the table for `rich.print`; narrow, so of the intervals it shows only those of shares."""
     columns = tables.terminal_columns() if columns is None else columns
     headings, body = tables.rows(comparison, columns=columns, intervals=share_names())
-    told = [tables.caption(comparison, means=False), standing(comparison)]
-    told += warnings(comparison) if show_warnings else []
-    return _rich("Extraction", headings, body, *filter(None, told))
+    notes = [tables.caption(comparison, means=False), standing(comparison)]
+    notes += warnings(comparison) if show_warnings else []
+    return _rich("Extraction", headings, body, *filter(None, notes))
 
 
 def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None) -> list:
-    """The differences from the base run for `rich.print`, as narrow as `terminal_table`, and the tests of them."""
+    """Make tables of differences from the base run and tests of them for `rich.print`, narrow as `terminal_table`."""
     columns = tables.terminal_columns() if columns is None else columns
     headings, body = tables.difference_rows(comparison, columns=columns, intervals=share_names())
     found = [_rich(f"Difference from {comparison['base']}", headings, body, tables.caption(comparison, means=False))]
@@ -97,9 +87,7 @@ def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str
 
 
 def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None, title: str | None = None) -> str:
-    """The verdicts, the answer, the tables, the differences from the base model and where the numbers come from, as
-    Markdown.
-    """
+    """Write verdicts, answer, tables, differences from the base model and the origin of the numbers as Markdown."""
     lines = [f"# {plain(title or page_title(comparison))}", ""]
     for warning in warnings(comparison):
         lines += [f"**Warning:** {plain(warning)}", ""]
@@ -121,7 +109,7 @@ def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = N
 
 
 def plot(comparison: Mapping[str, Any], path: str | os.PathLike) -> None:
-    """Bars per bucket and run with intervals, points where a number is 0, one panel for each of PLOTTED."""
+    """Draw bars per bucket and run with intervals, points where a number is 0, a panel for each of PLOTTED."""
     # the object interface, not pyplot: no global state and no display
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -6,11 +6,11 @@ import re
 import pytest
 
 from hf_axonn_eval.__main__ import _parser
-from hf_axonn_eval.analysis.summary import METRICS
 from hf_axonn_eval.canaries.generate import ALPHABETS
 from hf_axonn_eval.data.windows import COMBINE, KINDS
 from hf_axonn_eval.extraction.callback import LOGGED, PREFIX
 from hf_axonn_eval.extraction.scoring import BOUNDS
+from hf_axonn_eval.metrics.registry import METRICS
 from hf_axonn_eval.metrics.text import NEAR_VERBATIM
 from hf_axonn_eval.report.tables import ATTACKS
 from tests.helpers import ROOT

@@ -6,9 +6,9 @@ import pytest
 
 from hf_axonn_eval import PROTOCOLS
 from hf_axonn_eval.__main__ import _parser
-from hf_axonn_eval.analysis.summary import METRICS
 from hf_axonn_eval.data.contract import BY_RESULTS, CHECKS
 from hf_axonn_eval.data.protocols import read_protocol
+from hf_axonn_eval.metrics.registry import METRICS
 from tests.helpers import ROOT
 from tests.repository.protocol_page import DOCUMENT, written
 from tests.repository.test_eval_docs import options

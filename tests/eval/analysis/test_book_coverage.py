@@ -67,10 +67,10 @@ def test_character_by_character(unit, seed):
     assert book.asked == sum(map(bool, covering)) > 300
     assert (book.characters, book.windows, book.bucket) == (len(TEXT), len(samples), 3)
     assert book.greedy_windows == sum(each.exact_match for each in results)
-    assert book.covered(None) == sum(greedy) > 0
+    assert book.count_covered(None) == sum(greedy) > 0
     for threshold in THRESHOLDS:
         covered = [chance >= threshold for chance in chances]
-        assert book.covered(threshold) == sum(covered)
+        assert book.count_covered(threshold) == sum(covered)
         found = book.passages(threshold)
         assert sum(end - begin for begin, end, _ in found) == sum(covered)
         for begin, end, most in found:
@@ -101,8 +101,8 @@ def test_the_ranges_of_the_published_code():
     chances = [float(np.exp(each.sampled_logprob)) for each in results]
     best = as_published(zip(starts, decoded, chances, strict=True), 12, len(TEXT))
     for threshold in THRESHOLDS:
-        assert book.covered_as_released(threshold) == sum(chance >= threshold for chance in best)
-        assert book.covered_as_released(threshold) != book.covered(threshold)
+        assert book.count_as_released(threshold) == sum(chance >= threshold for chance in best)
+        assert book.count_as_released(threshold) != book.count_covered(threshold)
 
 
 def test_passages_by_hand():
@@ -127,12 +127,12 @@ def test_the_numbers_as_json():
     numbers = book_coverage(found, thresholds=(0.1,))
     entry = numbers["runs"]["m"]["book"]
     assert numbers["thresholds"] == [0.1] and list(entry["at"]) == list(entry["at_as_released"]) == ["0.1"]
-    covered = book.covered(0.1)
+    covered = book.count_covered(0.1)
     longest = max(end - begin for begin, end, _ in book.passages(0.1))
     passages = len(book.passages(0.1))
     expected = {"characters": covered, "share": covered / len(TEXT), "passages": passages, "longest": longest}
     assert entry["at"]["0.1"] == expected
-    assert entry["greedy"]["characters"] == book.covered(None) and entry["asked"] == book.asked
+    assert entry["greedy"]["characters"] == book.count_covered(None) and entry["asked"] == book.asked
     for wrong in (0, 1.5):
         with pytest.raises(ValueError, match=f"tau is {wrong}"):
             book_coverage(found, thresholds=(wrong,))
@@ -143,10 +143,10 @@ def test_of_what_the_probability_is():
     sampled, full = ([answer(sample, 0.5, sampled=some) for sample in samples] for some in (True, False))
     assert measured(sampled, samples)[0].probability == SAMPLED
     (book,) = measured(full, samples)
-    assert book.probability == FULL and book.covered(0.5) == book.asked
+    assert book.probability == FULL and book.count_covered(0.5) == book.asked
     early = [answer(sample, 0.5, known=True, logprob=None, sampled_logprob=None) for sample in samples]
     (book,) = measured(early, samples)
-    assert book.probability is None and book.covered(None) == book.asked > 0
+    assert book.probability is None and book.count_covered(None) == book.asked > 0
     assert book_coverage({"m": [book]})["runs"]["m"]["book"]["at"] == {}
     with pytest.raises(ValueError, match="a sampler's probability of some samples"):
         measured([*sampled[:3], *full[3:]], samples)

@@ -43,7 +43,7 @@ def test_the_kind_of_interval_follows_the_documents():
 
 def table(documents: str, exact: list[bool], near: list[bool | None]) -> Table:
     answers = zip(documents, exact, near, strict=True)
-    return Table.of(
+    return Table.read(
         result(f"{name}{place}", document_id=name, exact_match=yes, near_verbatim=also, divergence_point=2 * yes)
         for place, (name, yes, also) in enumerate(answers)
     )
@@ -79,7 +79,7 @@ def test_the_kind_of_interval_of_a_difference_follows_the_documents():
 def test_an_interval_ends_where_values_do():
     documents = [f"d{place}" for place in range(12)]
     wide = {"confidence": 0.9999}
-    found = Table.of(
+    found = Table.read(
         [result(name, token_accuracy=place % 2, logprob=-4.0 * (place % 2)) for place, name in enumerate(documents)]
     )
     numbers = group(found, wide, lengths=[], tries=[1])["metrics"]
@@ -87,13 +87,13 @@ def test_an_interval_ends_where_values_do():
     assert plain.low < 0 and plain.high > 1
     assert (numbers["token_accuracy"]["low"], numbers["token_accuracy"]["high"]) == (0, 1)
     assert numbers["nll"]["low"] == 0 and numbers["nll"]["high"] > 2
-    opposite = Table.of([result(name, token_accuracy=1 - place % 2) for place, name in enumerate(documents)])
+    opposite = Table.read([result(name, token_accuracy=1 - place % 2) for place, name in enumerate(documents)])
     ends = differences(found, opposite, wide)["token_accuracy"]
     assert (ends["low"], ends["high"]) == (-1, 1)
 
 
 def test_an_attack_has_the_confidence_of_the_options():
-    scored = Table.of([result(str(i), bucket=i % 2, membership={"loss": float(i * i % 7)}) for i in range(10)])
+    scored = Table.read([result(str(i), bucket=i % 2, membership={"loss": float(i * i % 7)}) for i in range(10)])
     plain, wide = (
         membership(scored, scored.buckets == 1, {"confidence": each})["loss"]["auc"] for each in (0.9, 0.99)
     )
@@ -102,7 +102,7 @@ def test_an_attack_has_the_confidence_of_the_options():
 
 
 def test_a_sample_without_a_score_is_on_neither_side():
-    table = Table.of(
+    table = Table.read(
         [result(str(i), bucket=i % 2, membership={"loss": float(i)} if i < 6 else {"zlib": 1.0}) for i in range(8)]
     )
     found = membership(table, table.buckets == 1, OPTIONS)
@@ -112,7 +112,7 @@ def test_a_sample_without_a_score_is_on_neither_side():
 
 
 def test_what_a_group_says_of_its_samples():
-    table = Table.of(
+    table = Table.read(
         [
             result("a", document_id="d", suffix_length=3, divergence_point=3, exact_match=True, near_tie=True),
             result("b", document_id="d", suffix_length=3, divergence_point=2, near_tie=False),
@@ -142,6 +142,6 @@ def test_half_of_the_samples_need_so_many_draws():
             result(str(place), sampled_logprob=np.log(chance) if chance else -np.inf)
             for place, chance in enumerate(logprobs)
         ]
-        found = group(Table.of(results), OPTIONS, lengths=[], tries=[7])["discoverability"]["0.5"]
+        found = group(Table.read(results), OPTIONS, lengths=[], tries=[7])["discoverability"]["0.5"]
         assert found["median_n"] == median
         assert found["tries"]["7"]["count"] == sum(chance >= 0.1 for chance in logprobs)

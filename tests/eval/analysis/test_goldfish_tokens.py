@@ -39,7 +39,7 @@ def test_the_mask_of_a_window_is_that_of_the_document(strategy, bos, in_training
             if sample.document_id == document["id"]:
                 begin = sample.offset + 12 + in_training
                 answer = result(sample.sample_id, suffix_length=12)
-                assert found.of(answer).tolist() == trained[begin : begin + 12]
+                assert found.select(answer).tolist() == trained[begin : begin + 12]
                 compared += 1
     assert compared == len(windows(bos)) == 48
     assert 0.2 < (found.dropped == 1).mean() < 0.5
@@ -49,7 +49,7 @@ def test_short_prefixes_leave_tokens_of_which_nothing_is_known():
     shorter = [replace(sample, prefix=sample.prefix[:4]) for sample in windows()]
     found = token_masks(shorter, **MASK)
     for sample in shorter:
-        dropped = found.of(result(sample.sample_id, suffix_length=12))
+        dropped = found.select(result(sample.sample_id, suffix_length=12))
         assert (dropped[:2] == -1).all() and (dropped[2:] >= 0).all(), "6 tokens, of which 4 are the prefix"
 
 
@@ -60,7 +60,7 @@ def test_what_no_mask_can_be_computed_for_is_refused():
     with pytest.raises(ValueError, match="k is 1"):
         token_masks(windows(), k=1)
     with pytest.raises(ValueError, match="'other' of the run is not among the samples"):
-        token_masks(windows(), **MASK).of(result("other"))
+        token_masks(windows(), **MASK).select(result("other"))
 
 
 def test_a_table_of_another_device(tmp_path):
@@ -130,7 +130,7 @@ def test_intervals_are_those_of_means_over_documents(side):
     tokens = [
         (hit, -logprob, answer.document_id)
         for answer in run
-        for hit, logprob, kind in zip(answer.hits, answer.logprobs, mask.of(answer), strict=True)
+        for hit, logprob, kind in zip(answer.hits, answer.logprobs, mask.select(answer), strict=True)
         if kind == value
     ]
     columns = np.array([(hit, nll) for hit, nll, _ in tokens], dtype=float)
@@ -148,7 +148,7 @@ def test_the_difference_is_as_sure_as_leaving_out_documents_says():
     def difference(left_out):
         kept = [answer for answer in run if answer.document_id != left_out]
         hits = np.concatenate([answer.hits for answer in kept])
-        kinds = np.concatenate([mask.of(answer) for answer in kept])
+        kinds = np.concatenate([mask.select(answer) for answer in kept])
         return hits[kinds == 0].mean() - hits[kinds == 1].mean()
 
     names = sorted({answer.document_id for answer in run})
@@ -160,7 +160,7 @@ def test_the_difference_is_as_sure_as_leaving_out_documents_says():
     assert 2 * 1.96 * error < width < 2 * 2.6 * error, "Student's t, a little skew"
     tokens = np.zeros((count, 2))
     for answer in run:
-        for kind in mask.of(answer):
+        for kind in mask.select(answer):
             tokens[names.index(answer.document_id), kind] += 1
     freedom = min(kish(tokens[:, kind] ** 2) for kind in (0, 1)) - 1
     found, _ = jackknife_interval(difference(None), difference(None) - without, freedom)

@@ -9,7 +9,7 @@ from hf_axonn_eval.analysis.intervals import (
     kish,
     mcnemar,
     mean_intervals,
-    numbered,
+    number_documents,
     sign_test,
 )
 
@@ -245,7 +245,7 @@ def test_a_confidence_lies_between_0_and_1(confidence):
 
 
 def test_documents_are_numbered_as_they_come():
-    index, count = numbered(["b", "a", "b", "c"])
+    index, count = number_documents(["b", "a", "b", "c"])
     assert (index.tolist(), count) == ([0, 1, 0, 2], 3)
 
 

@@ -11,8 +11,9 @@ import pytest
 from hf_axonn_eval import SampleResult
 from hf_axonn_eval.analysis.evidence import holm
 from hf_axonn_eval.analysis.intervals import clopper_pearson, mean_intervals
-from hf_axonn_eval.analysis.summary import METRICS, compare, summarize
+from hf_axonn_eval.analysis.summary import compare, summarize
 from hf_axonn_eval.analysis.table import Table
+from hf_axonn_eval.metrics.registry import METRICS
 from tests.helpers.eval_support import result
 
 
@@ -271,7 +272,7 @@ def test_a_summary_reads_an_iterator_once_and_keeps_little_of_it():
 
     tracemalloc.start()
     try:
-        table = Table.of(results(5000))
+        table = Table.read(results(5000))
         kept = tracemalloc.get_traced_memory()[0] / 5000
     finally:
         tracemalloc.stop()

@@ -11,7 +11,7 @@ from tests.helpers.eval_support import result
 
 
 def test_a_column_holds_nan_where_a_sample_has_nothing():
-    table = Table.of(
+    table = Table.read(
         iter(
             [
                 result("a", bucket=6),
@@ -31,7 +31,7 @@ def test_a_column_holds_nan_where_a_sample_has_nothing():
 
 
 def test_rows_are_chosen_by_place_or_by_truth():
-    table = Table.of([result(name, divergence_point=place) for place, name in enumerate("abcd")])
+    table = Table.read([result(name, divergence_point=place) for place, name in enumerate("abcd")])
     assert table.rows(np.array([3, 1])).ids == ["d", "b"]
     assert table.rows(np.array([True, False, False, True])).columns["divergence_point"].tolist() == [0, 3]
     assert table.with_column("membership.mine", np.ones(4)).rows(np.array([2])).columns["membership.mine"] == [1]
@@ -46,6 +46,8 @@ def test_values_that_are_computed_from_others():
 
 
 def test_draws_needed_are_a_column_for_each_p():
-    table = Table.of([result("a"), result("b", sampled_logprob=math.log(0.1)), result("c", sampled_logprob=-math.inf)])
+    table = Table.read(
+        [result("a"), result("b", sampled_logprob=math.log(0.1)), result("c", sampled_logprob=-math.inf)]
+    )
     np.testing.assert_equal(table.column("n_needed.0.5"), [math.nan, 7, math.inf])
     np.testing.assert_equal(table.column("n_needed.0.9"), [math.nan, 22, math.inf])

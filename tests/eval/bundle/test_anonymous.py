@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import pytest
 
 from hf_axonn_eval.bundle import anonymous as module
-from hf_axonn_eval.bundle.anonymous import Anonymous, texts_of
+from hf_axonn_eval.bundle.anonymous import Anonymous, iterate_texts
 from hf_axonn_eval.bundle.keys import Key
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
@@ -56,7 +56,7 @@ def test_a_command_keeps_options_and_names(shown, word, left):
     ],
 )
 def test_sentences_lose_paths_and_people(shown, text, left):
-    assert shown.hidden(text) == left
+    assert shown.hide(text) == left
 
 
 def test_a_record_keeps_numbers_known_words_and_fingerprints_and_hashes_the_rest(shown):
@@ -83,7 +83,7 @@ def test_a_record_keeps_numbers_known_words_and_fingerprints_and_hashes_the_rest
     assert told["command"] == ["x.py", "--model", "m"] and told["parts"][0]["command"] == ["y"]
     assert told["parts"][0]["documents_sha256"] == KEY.hash("documents_sha256", "ab" * 32)
     assert told["of_tomorrow"]["number"] == 2.5
-    everything = "\n".join([*texts_of(told), *told["of_tomorrow"]])
+    everything = "\n".join([*iterate_texts(told), *told["of_tomorrow"]])
     assert not any(word in everything for word in ("private/", "srv", "secret", "more text"))
 
 

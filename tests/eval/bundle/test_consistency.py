@@ -52,6 +52,7 @@ def test_honest_results_contradict_nothing(honest):
         ({"token_accuracy": 0.5}, "token_accuracy is 0.5, but hits give 0.75"),
         ({"extraction_strength": 0.6}, "extraction_strength is 0.6"),
         ({"divergence_point": 2}, "divergence_point is 2, but by the hits it is 1"),
+        ({"divergence_point": 0}, "divergence_point is 0, but by the hits it is 1"),
         ({"logprob": -1.8}, "logprob is -1.8, but those of the tokens add up to -1.85"),
         ({"metrics": {"nll": 0.4}}, "nll is 0.4"),
         ({"logprobs": [-0.1, -0.6, -0.5, -0.65]}, "token 1 is said to be missed"),

@@ -2,7 +2,14 @@
 
 import pytest
 
-from hf_axonn_eval.bundle.numbers import against_chance, computed, described, difference, registered, summary_file
+from hf_axonn_eval.bundle.numbers import (
+    against_chance,
+    compare_trees,
+    compute_trees,
+    describe_metrics,
+    summary_file,
+    use_metrics,
+)
 from hf_axonn_eval.metrics.registry import METRICS, register_metric
 from tests.helpers.eval_support import result
 
@@ -31,26 +38,26 @@ OPTIONS = {"base": "a", "confidence": 0.9, "lengths": [1], "tries": [1, 10]}
     ],
 )
 def test_counts_and_words_are_exact_and_other_numbers_nearly(claimed, found, differs):
-    seen = difference({"a": claimed}, {"a": found})
+    seen = compare_trees({"a": claimed}, {"a": found})
     assert bool(seen.differing) == differs
     if differs:
         assert seen.differing[0].startswith("a")
 
 
 def test_the_largest_difference_and_the_entries_of_one_side_are_told():
-    seen = difference({"a": {"x": 1.0, "y": 2.0, "only": 1}}, {"a": {"x": 1.0 + 1e-10, "y": 2.0}, "more": {}})
+    seen = compare_trees({"a": {"x": 4.0, "y": 2.0, "only": 1}}, {"a": {"x": 4 + 4e-10, "y": 2.0}, "more": {}})
     assert seen.compared == 2 and seen.largest == pytest.approx(1e-10, rel=1e-3) and seen.differing == []
     assert (seen.only_claimed, seen.only_computed) == (["a.only"], ["more"])
 
 
 def test_everything_is_computed_with_the_options_and_without_the_record():
-    trees = computed({"a": RESULTS, "b": RESULTS}, **OPTIONS)
+    trees = compute_trees({"a": RESULTS, "b": RESULTS}, **OPTIONS)
     assert set(trees) == {summary_file("a"), summary_file("b"), "comparison.json", "coverage.json"}
     summary = trees[summary_file("a")]
     assert summary["intervals"] == {"confidence": 0.9} and "run" not in summary
     assert summary["all"]["metrics"]["exact_match"]["count"] == 6 and set(summary["all"]["exact_match_at"]) == {"1"}
     assert trees["comparison.json"]["base"] == "a" and "run" not in trees["comparison.json"]["runs"]["b"]
-    assert set(computed({"a": RESULTS}, **OPTIONS)) == {summary_file("a"), "coverage.json"}
+    assert set(compute_trees({"a": RESULTS}, **OPTIONS)) == {summary_file("a"), "coverage.json"}
 
 
 def test_chance_follows_from_the_loss():
@@ -66,7 +73,7 @@ def test_chance_follows_from_the_loss():
 def test_metrics_of_the_maker_alone_are_carried_and_those_of_the_verifier_alone_set_aside():
     carried = [result(f"{place}", metrics={"of_the_maker": place % 2 == 0}) for place in range(10)]
     summary = {"all": {"metrics": {"of_the_maker": {"mean": 0.5, "count": 5}}}}
-    told = described([summary])
+    told = describe_metrics([summary])
     assert told["of_the_maker"] == {"mean": "share", "least": "-inf", "most": "inf"}
     assert told["exact_match"]["mean"] == "share" and told["nll"]["least"] == "0"
     before = list(METRICS)
@@ -76,8 +83,8 @@ def test_metrics_of_the_maker_alone_are_carried_and_those_of_the_verifier_alone_
         return 1.0
 
     try:
-        with registered(told):
-            metrics = computed({"a": carried}, **OPTIONS)[summary_file("a")]["all"]["metrics"]
+        with use_metrics(told):
+            metrics = compute_trees({"a": carried}, **OPTIONS)[summary_file("a")]["all"]["metrics"]
         assert metrics["of_the_maker"]["count"] == 5 and "of_the_verifier" not in metrics
         assert list(METRICS) == [*before, "of_the_verifier"]
     finally:

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from hf_axonn_eval import verify_bundle, write_bundle
-from hf_axonn_eval.bundle.rerun import Again, judged
+from hf_axonn_eval.bundle.rerun import Again, judge
 from tests.helpers.eval_support import result
 
 
@@ -43,7 +43,7 @@ def with_(base, **changes):
     ],
 )
 def test_what_rounding_may_change_agrees(changes):
-    verdict = judged(TOLD, with_(TOLD, **changes), BOUND)
+    verdict = judge(TOLD, with_(TOLD, **changes), BOUND)
     assert verdict.wrong == [] and not verdict.undecided and not verdict.decoded_otherwise
 
 
@@ -65,34 +65,34 @@ def test_what_rounding_may_change_agrees(changes):
     ],
 )
 def test_what_rounding_cannot_change_contradicts(changes, said):
-    found = judged(TOLD, with_(TOLD, **changes), BOUND)
+    found = judge(TOLD, with_(TOLD, **changes), BOUND)
     assert any(each.startswith(said) for each in found.wrong), found.wrong
     assert not found.undecided
 
 
 def test_a_near_tie_that_turned_is_undecided():
     told, now = with_(TOLD, margin=0.03), with_(TOLD, exact_match=True, margin=0.06)
-    assert judged(told, now, BOUND) == judged(now, told, BOUND)
-    assert judged(told, now, BOUND).undecided and judged(told, now, BOUND).wrong == []
-    assert judged(told, now, 0.05).wrong and not judged(told, now, 0.05).undecided
-    unknown = judged(with_(told, margin=None), with_(now, margin=None), BOUND)
+    assert judge(told, now, BOUND) == judge(now, told, BOUND)
+    assert judge(told, now, BOUND).undecided and judge(told, now, BOUND).wrong == []
+    assert judge(told, now, 0.05).wrong and not judge(told, now, 0.05).undecided
+    unknown = judge(with_(told, margin=None), with_(now, margin=None), BOUND)
     assert unknown.wrong == ["exact_match False is now True"] and not unknown.undecided
 
 
 def test_what_follows_a_miss_may_be_decoded_otherwise_but_not_an_extracted_suffix():
-    verdict = judged(TOLD, with_(TOLD, rougeL=0.25), BOUND)
+    verdict = judge(TOLD, with_(TOLD, rougeL=0.25), BOUND)
     assert verdict.decoded_otherwise and verdict.wrong == []
-    verdict = judged(SURE, with_(SURE, rougeL=0.25), BOUND)
+    verdict = judge(SURE, with_(SURE, rougeL=0.25), BOUND)
     assert not verdict.decoded_otherwise and verdict.wrong == ["rougeL 1.0 is now 0.25"]
 
 
 def test_with_stop_early_the_margin_is_that_of_the_first_miss():
     told = with_(TOLD, hits=None, logprobs=None, divergence_point=0, margin=0.05)
     later = with_(told, divergence_point=1, margin=3.0)
-    verdict = judged(told, later, BOUND, early=True)
+    verdict = judge(told, later, BOUND, early=True)
     assert verdict.wrong == [] and verdict.undecided
-    assert judged(with_(told, margin=0.2), later, BOUND, early=True).wrong
-    assert judged(later, with_(later, margin=3.2), BOUND, early=True).wrong
+    assert judge(with_(told, margin=0.2), later, BOUND, early=True).wrong
+    assert judge(later, with_(later, margin=3.2), BOUND, early=True).wrong
 
 
 def contradictions(checks):

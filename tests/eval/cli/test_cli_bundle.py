@@ -8,7 +8,7 @@ import pytest
 
 from hf_axonn_eval import extract, write_samples
 from hf_axonn_eval.__main__ import main
-from hf_axonn_eval.cli.bundle import _named
+from hf_axonn_eval.cli.bundle import _name_runs
 from tests.helpers.eval_support import samples, tiny_llama, topics_tokenizer
 
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_read_is_exit_code_2_and_leaves_no_key(place, tmp_path, c
 
 
 def test_runs_have_names():
-    assert _named(["a=x/y", "runs/b/", "./c=d"]) == {"a": "x/y", "b": "runs/b/", "c=d": "./c=d"}
+    assert _name_runs(["a=x/y", "runs/b/", "./c=d"]) == {"a": "x/y", "b": "runs/b/", "c=d": "./c=d"}
     for words in (["=x"], ["a="], ["a=x", "y/a"]):
         with pytest.raises(ValueError, match="each name once"):
-            _named(words)
+            _name_runs(words)

@@ -375,4 +375,4 @@ def test_shares_have_an_axis_up_to_one_and_probabilities_up_to_the_most_there_is
         assert 'y="16.0" text-anchor="end">1</text>' in chart
     [chart] = html._probability(runs)["charts"]
     assert 'text-anchor="end">0.25</text>' in chart and 'text-anchor="end">1</text>' not in chart
-    assert html._interval(Point(0, 0.5)) == "0.500" and html._interval(Point(0, 0.5, 0.0, 1.0)) == "0.500 [0.00, 1.00]"
+    assert html._estimate(Point(0, 0.5)) == "0.500" and html._estimate(Point(0, 0.5, 0.0, 1.0)) == "0.500 [0.00, 1.00]"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hf_axonn_eval import SampleResult, auc
-from hf_axonn_eval.analysis.intervals import kish, numbered
+from hf_axonn_eval.analysis.intervals import kish, number_documents
 from hf_axonn_eval.analysis.membership_attack import auc_interval, placements
 from hf_axonn_eval.canaries.rank import CanaryRank, exposure_by_insertions
 from hf_axonn_scripts.study.findings.results import read_json
@@ -51,7 +51,7 @@ def membership(
         for result, own in zip(results, scores, strict=True):
             own["reference"] = own["loss"] - before[result.sample_id]
     buckets = np.array([result.bucket for result in results])
-    articles = numbered([result.document_id for result in results])[0]
+    articles = number_documents([result.document_id for result in results])[0]
     groups = {str(bucket): buckets == bucket for bucket in np.unique(buckets) if bucket}
     if len(groups) > 1:
         groups[TRAINED] = buckets != 0

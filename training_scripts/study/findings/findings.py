@@ -271,7 +271,7 @@ class _Numbers:
         for answers in some:
             for result in answers.results:
                 if result.bucket == bucket and result.hits is not None:
-                    dropped = masks.of(result)
+                    dropped = masks.select(result)
                     hits, nll = np.array(result.hits), -np.array(result.logprobs)
                     for side, kind in enumerate((1, 0)):
                         of_kind = dropped == kind

@@ -288,7 +288,7 @@ def table_csv(study: Study) -> str:
 
 
 def _counts(masks: TokenMasks, result: SampleResult) -> list[int]:
-    hits, dropped = np.array(result.hits), masks.of(result)
+    hits, dropped = np.array(result.hits), masks.select(result)
     return [int(count) for kind in (1, 0) for count in ((dropped == kind).sum(), hits[dropped == kind].sum())]
 
 

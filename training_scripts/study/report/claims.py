@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hf_axonn.goldfish.mask import HASHES
 from hf_axonn_eval.report.tables import estimate_text
-from hf_axonn_eval.report.words import count, listed
+from hf_axonn_eval.report.words import count, join_words
 from hf_axonn_scripts.study.findings.findings import OVERALL, PRIMARY
 from hf_axonn_scripts.study.recipe.definition import ORDINARY
 from hf_axonn_scripts.study.report.wording import (
@@ -56,7 +56,7 @@ def _log_size(content: Content) -> Seen:
         return None
     off = [name for name, miss in row["residuals"].items() if sign(miss)]
     seen = f"Gain: {number(row['slope'])} nats a token for ten times the size. "
-    seen += f"Not on the line: {listed(off)}." if off else "Every size is on the line within its interval."
+    seen += f"Not on the line: {join_words(off)}." if off else "Every size is on the line within its interval."
     return seen, _mind_line({1: AS_REPORTED, -1: OTHERWISE, 0: UNDECIDED}[sign(row["slope"])], off)
 
 
@@ -66,7 +66,7 @@ def _log_repetitions(content: Content) -> Seen:
         return None
     off = [row["model"] for row in rows if any(sign(miss) for miss in row["residuals"].values())]
     seen = "Gain for each doubling: " + "; ".join(f"{row['model']} {number(row['slope'])}" for row in rows) + "."
-    seen += f" Not on a line: {listed(off)}." if off else ""
+    seen += f" Not on a line: {join_words(off)}." if off else ""
     return seen, _mind_line(judge([sign(row["slope"]) for row in rows]), off)
 
 
@@ -121,7 +121,8 @@ def _goldfish_removes(content: Content) -> Seen:
         return "The ordinary loss gives nothing back either.", UNDECIDED
     more = [f"{row['model']} {row['loss']}" for row in rows if not _like_control(content, row)]
     seen = f"k up to 4, all models, seen {most} times: {own} of {passages}, the ordinary loss {ordinary}."
-    seen += f" More than the control: {listed(more)}." if more else " Nowhere more than the control's interval allows."
+    nowhere = " Nowhere more than the control's interval allows."
+    seen += f" More than the control: {join_words(more)}." if more else nowhere
     highs = [row["verbatim_difference"]["high"] for row in rows]
     is_shown = any(high is not None and high < 0 for high in highs)
     return seen, OTHERWISE if more else AS_REPORTED if is_shown else UNDECIDED

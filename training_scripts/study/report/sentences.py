@@ -1,7 +1,7 @@
 """Opening of a report: a few sentences made of the numbers of a study."""
 
 from hf_axonn_eval.report.tables import estimate_text
-from hf_axonn_eval.report.words import count, listed
+from hf_axonn_eval.report.words import count, join_words
 from hf_axonn_scripts.study.findings.effects import FEWEST_SIZES
 from hf_axonn_scripts.study.findings.findings import OVERALL, PRIMARY, size_text
 from hf_axonn_scripts.study.recipe.definition import ORDINARY
@@ -54,13 +54,13 @@ def _design(content: Content) -> str:
     of = (
         f"from {size_text(sizes[0]['parameters'])} to {size_text(sizes[-1]['parameters'])} parameters" if sizes else ""
     )
-    with_losses = f"{len(losses)} {'loss' if len(losses) == 1 else 'losses'} ({listed(losses)})"
+    with_losses = f"{len(losses)} {'loss' if len(losses) == 1 else 'losses'} ({join_words(losses)})"
     return (
-        f"{count(len(sizes), 'model')} {of}{' and, apart, ' + listed(apart) if apart else ''} learnt passages of "
+        f"{count(len(sizes), 'model')} {of}{' and, apart, ' + join_words(apart) if apart else ''} learnt passages of "
         f"{content['length']} tokens from {articles} articles, each passage seen "
-        f"{listed(content['buckets'], 'or')} times, with {with_losses} and {count(len(seeds), 'seed')}. Then each was "
-        f"shown the first {content['length'] - content['asked_for']} tokens of every passage and asked for the next "
-        f"{content['suffix']}."
+        f"{join_words(content['buckets'], 'or')} times, with {with_losses} and {count(len(seeds), 'seed')}. Then each "
+        f"was shown the first {content['length'] - content['asked_for']} tokens of every passage and asked for the "
+        f"next {content['suffix']}."
     )
 
 
@@ -96,7 +96,7 @@ def _by_size(content: Content) -> str:
     off = [name for name, miss in row["residuals"].items() if sign(miss)]
     line = "A straight line in the logarithm of the size misses no model by more than its interval allows"
     if off:
-        line = f"A straight line in the logarithm of the size does not fit: it misses {listed(off)}"
+        line = f"A straight line in the logarithm of the size does not fit: it misses {join_words(off)}"
     return (
         f"{gain}; taking these {row['places']} sizes as a sample of sizes, {ends_text(row['over_sizes'])}. {line} "
         f"(r squared {plain(row['r_squared'])})."
@@ -118,5 +118,5 @@ def _goldfish(content: Content) -> str:
     ordinary = rows[0]["verbatim_difference"]
     return (
         f"Of the same passages seen {most} times by {model} (the ordinary loss: {ordinary['ordinary']} of "
-        f"{ordinary['passages']} on the seeds of {rows[0]['loss']}), {listed(parts)}."
+        f"{ordinary['passages']} on the seeds of {rows[0]['loss']}), {join_words(parts)}."
     )
