@@ -144,7 +144,7 @@ def _masks(samples: list[Sample], options: Mapping[str, Any]) -> list[np.ndarray
     """Of samples of one length, those of the suffixes, as `TokenMasks.dropped`."""
     import torch
 
-    from hf_axonn.goldfish.mask import goldfish_mask
+    from hf_axonn import goldfish_mask
 
     tokens = torch.tensor([sample.prefix + sample.suffix for sample in samples])
     masks = goldfish_mask(tokens, **options).numpy().astype(np.int8)

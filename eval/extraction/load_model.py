@@ -216,7 +216,7 @@ def _on_grid(path: str | os.PathLike, grid, options: dict[str, Any]):
 
 def _base_record(directory: Path, work_split: WorkSplit) -> dict[str, Any]:
     """Of an adapter, which base model it is on; nothing for other models."""
-    from hf_axonn.checkpoint.adapter_files import adapter_base
+    from hf_axonn import adapter_base
 
     def base_and_directory() -> tuple[str, Path] | None:
         base = adapter_base(directory)
