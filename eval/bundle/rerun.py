@@ -88,7 +88,7 @@ def rerun(
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory: name that of the model, for one of the hub its snapshot's.")
     start_distributed()
-    found = fingerprint(directory, WorkSplit.of(None))
+    found = fingerprint(directory, WorkSplit.for_model(None))
     told = {name: str(record["identity"]["model_fingerprint"]) for name, record in records.items()}
     run = next((name for name in told if told[name] == found), None)
     if set(told.values()) == {UNKNOWN}:
@@ -117,7 +117,7 @@ def rerun(
     if isinstance(level, int | float) and abs(level - math.log(vocabulary)) > 1e-6:
         checks.append(Check.contradicts("chance", f"chance_nll is {level}, the vocabulary has {vocabulary} tokens"))
 
-    drawn = WorkSplit.of(None).on_rank_zero(
+    drawn = WorkSplit.for_model(None).on_rank_zero(
         lambda: secrets.SystemRandom().sample(sorted(asked), min(again.most, len(asked)))
     )
     claimed = {result.sample_id: result for result in results[run] if result.sample_id in drawn}

@@ -325,4 +325,4 @@ def _word_of_the_owner(read: Bundle) -> Check:
 
 def is_rank_zero() -> bool:
     """Whether this process is the one that tells what came out."""
-    return WorkSplit.of(None).rank == 0
+    return WorkSplit.for_model(None).rank == 0

@@ -52,7 +52,7 @@ class ChatTemplate:
     other_ids: int = field(default=0, compare=False)
 
     @classmethod
-    def of(cls, tokenizer: Any, style: str) -> ChatTemplate:
+    def from_tokenizer(cls, tokenizer: Any, style: str) -> ChatTemplate:
         """The template of a tokenizer.
 
         Raises:

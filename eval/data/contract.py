@@ -61,7 +61,7 @@ class Line:
         if unknown:
             raise ValueError(f"line {self.what!r} requires {unknown[0]!r}; there are {', '.join(CHECKS)}.")
 
-    def checked(self, facts: Facts) -> dict[str, str]:
+    def check(self, facts: Facts) -> dict[str, str]:
         """The line as records keep it: `line`, `published`, `state` and, where that is not met, `here`."""
         state, here = self._found(facts)
         entry = {"line": self.what, "published": self.published, "state": state}
@@ -82,7 +82,9 @@ class Line:
         return MET, ""
 
 
-def changed(settings: Mapping[str, Any], published: Mapping[str, Any], lines: Sequence[Line]) -> list[dict[str, str]]:
+def list_changes(
+    settings: Mapping[str, Any], published: Mapping[str, Any], lines: Sequence[Line]
+) -> list[dict[str, str]]:
     """A line, as records keep it, for each setting that is not the published one and that no line checks."""
     named = {name for line in lines if line.unchecked is None for name in line.sampling}
     return [
@@ -101,11 +103,11 @@ def deviations(lines: Sequence[Mapping[str, str]]) -> list[str]:
     ]
 
 
-def closed(lines: Sequence[Mapping[str, str]], facts: Facts) -> list[dict[str, str]]:
+def close_lines(lines: Sequence[Mapping[str, str]], facts: Facts) -> list[dict[str, str]]:
     """The lines of a record, with those decided that the results decide.
 
     Args:
-        lines: as `Line.checked` gives them.
+        lines: as `Line.check` gives them.
         facts: those of BY_RESULTS that are known.
     """
     count = facts.get("eos_generated")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn_eval.data.hub import PREFIX, hub_rows
-from hf_axonn_eval.data.jsonl import decoded, json_lines
+from hf_axonn_eval.data.jsonl import decode_utf8, json_lines
 
 
 TEXT, PARQUET, JSONL = (".txt", ".text", ".md"), (".parquet",), (".jsonl", ".ndjson", ".json")
@@ -136,7 +136,7 @@ def _file(path: Path, name: str, fields: list[str]) -> Iterator[tuple[str, str, 
     elif path.suffix.lower() in TEXT:
         if not path.is_file():
             raise ValueError(f"{path} is not a file.")
-        yield name, str(path), decoded(path.read_bytes(), str(path)).removeprefix("\ufeff")
+        yield name, str(path), decode_utf8(path.read_bytes(), str(path)).removeprefix("\ufeff")
     else:
         for number, _, value in json_lines(path):
             yield f"{name}:{number}", f"{path}, line {number}", value

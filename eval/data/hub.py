@@ -24,7 +24,7 @@ class HubDataset(NamedTuple):
     revision: str | None = None
 
     @classmethod
-    def of(cls, text: str) -> HubDataset:
+    def parse(cls, text: str) -> HubDataset:
         """What a text such as hub:owner/name/config@main names.
 
         Raises:
@@ -40,7 +40,7 @@ class HubDataset(NamedTuple):
         revision = f"@{self.revision}" if self.revision is not None else ""
         return f"{PREFIX}{self.name}{config}{revision}"
 
-    def pinned(self) -> HubDataset:
+    def pin(self) -> HubDataset:
         """The same at the commit that its revision, or else its main branch, is now.
 
         Raises:
@@ -69,13 +69,13 @@ class HubDataset(NamedTuple):
         return self._replace(revision=commit)
 
 
-def pinned(path: str) -> str:
+def pin(path: str) -> str:
     """A path as it is, or with `hub:` the same data set at the commit that it is now.
 
     Raises:
-        ValueError: as `HubDataset.pinned`.
+        ValueError: as `HubDataset.pin`.
     """
-    return str(HubDataset.of(path).pinned()) if path.startswith(PREFIX) else path
+    return str(HubDataset.parse(path).pin()) if path.startswith(PREFIX) else path
 
 
 def hub_rows(text: str, fields: Sequence[str], split: str | None) -> Iterator[tuple[str, str, Any]]:
@@ -92,7 +92,7 @@ def hub_rows(text: str, fields: Sequence[str], split: str | None) -> Iterator[tu
         import datasets
     except ImportError as error:
         raise ValueError(f"{text} needs the package datasets: pip install 'hf_axonn[data]'.") from error
-    source = HubDataset.of(text).pinned()
+    source = HubDataset.parse(text).pin()
     given = {"revision": source.revision}
     try:
         splits = datasets.get_dataset_split_names(source.name, source.config, **given)

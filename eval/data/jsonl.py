@@ -41,7 +41,7 @@ def json_lines(path: str | os.PathLike[str]) -> Iterator[Line]:
         for number, line in enumerate(file, start=1):
             content = line.removeprefix(BOM) if number == 1 else line
             if content.strip():
-                text = decoded(content, f"{path}, line {number}", before=start + len(line) - len(content))
+                text = decode_utf8(content, f"{path}, line {number}", before=start + len(line) - len(content))
                 try:
                     value = json.loads(text)
                 except (ValueError, RecursionError) as error:
@@ -70,7 +70,7 @@ def made_of(kind: type[T], entry: object) -> T:
     return kind(**entry)
 
 
-def decoded(content: bytes, place: str, *, before: int = 0) -> str:
+def decode_utf8(content: bytes, place: str, *, before: int = 0) -> str:
     """The text of some bytes.
 
     Args:
@@ -149,10 +149,10 @@ def _finite(content: Any) -> Any:
         return {key: _finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return [_finite(value) for value in content]
-    return None if isinstance(content, float) and isnan(content) else quoted(content)
+    return None if isinstance(content, float) and isnan(content) else quote_infinity(content)
 
 
-def quoted(number: Any) -> Any:
+def quote_infinity(number: Any) -> Any:
     """A number for JSON: the text of an infinite one, and else the number itself."""
     return str(number) if isinstance(number, float) and isinf(number) else number
 

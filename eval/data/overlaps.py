@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
-from hf_axonn_eval.data.jsonl import decoded, replacing
+from hf_axonn_eval.data.jsonl import decode_utf8, replacing
 from hf_axonn_eval.data.sampling import document_identity
 
 
@@ -143,7 +143,7 @@ def find_overlaps(
                 "held-out ones too."
             )
         ids[document_id] = label or str(bucket)
-        runs.append(hashes.of(document_id, document))
+        runs.append(hashes.hash_runs(document_id, document))
     if not ids:
         raise ValueError("there are no documents to compare.")
     names, labels, sizes = list(ids), list(ids.values()), np.array([len(some) for some in runs])
@@ -229,7 +229,7 @@ class RunHashes:
         self._words: dict[str, int] = {}
         self.kind: str | None = None
 
-    def of(self, document_id: str, document: Mapping[str, Any]) -> np.ndarray:
+    def hash_runs(self, document_id: str, document: Mapping[str, Any]) -> np.ndarray:
         """The runs of one document."""
         if document.get("input_ids") is not None:
             kind, units = "ids", _mixed(_as_ids(document_id, document["input_ids"]))
@@ -307,4 +307,4 @@ def read_drop(path: str | os.PathLike[str]) -> frozenset[str]:
     """
     if not Path(path).is_file():
         raise ValueError(f"{path} is not a file.")
-    return frozenset(decoded(Path(path).read_bytes(), str(path)).removeprefix("\ufeff").splitlines()) - {""}
+    return frozenset(decode_utf8(Path(path).read_bytes(), str(path)).removeprefix("\ufeff").splitlines()) - {""}

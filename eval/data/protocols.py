@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from importlib import resources
 from typing import Any
 
-from hf_axonn_eval.data.contract import Line, changed
+from hf_axonn_eval.data.contract import Line, list_changes
 from hf_axonn_eval.data.windows import FILTERS, KINDS, Sampling
 
 
@@ -79,7 +79,7 @@ class Protocol:
         }
 
 
-def checked(record: Mapping[str, Any] | None, run: Mapping[str, Any]) -> dict[str, Any] | None:
+def check_protocol(record: Mapping[str, Any] | None, run: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a run records of the protocol of its samples: the record with `lines`, each with its state.
 
     Args:
@@ -92,8 +92,8 @@ def checked(record: Mapping[str, Any] | None, run: Mapping[str, Any]) -> dict[st
         return None if record is None else dict(record)
     published = PROTOCOLS[record["name"]]
     facts = {"settings": record.get("settings"), **(record.get("samples") or {}), **run}
-    lines = [line.checked(facts) for line in published.lines]
-    lines += changed(record.get("settings") or {}, published.sampling.settings(), published.lines)
+    lines = [line.check(facts) for line in published.lines]
+    lines += list_changes(record.get("settings") or {}, published.sampling.settings(), published.lines)
     return {**record, "lines": lines}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hf_axonn_eval.data.jsonl import LARGE, LineFile, made_of, quoted, write_json
+from hf_axonn_eval.data.jsonl import LARGE, LineFile, made_of, quote_infinity, write_json
 
 
 RECORD, RESULTS, SUMMARY = "run.json", "results.jsonl", "summary.json"
@@ -110,7 +110,7 @@ class SampleResult:
     metrics: dict[str, float | bool | None] | None = None
 
     @classmethod
-    def of(cls, measured: Mapping[str, Any], metrics: Mapping[str, float | bool | None]) -> SampleResult:
+    def from_measured(cls, measured: Mapping[str, Any], metrics: Mapping[str, float | bool | None]) -> SampleResult:
         """A result out of what was MEASURED, by name, and of all registered metrics."""
         own = {field.name for field in fields(cls)}
         others = {name: number for name, number in metrics.items() if name not in own}
@@ -317,7 +317,7 @@ def read_results(file: str | os.PathLike[str]) -> Results:
 def _line(result: SampleResult) -> str:
     entry = dict(vars(result))
     for name in _MAY_BE_INFINITE:
-        entry[name] = _each(entry[name], quoted)
+        entry[name] = _each(entry[name], quote_infinity)
     return json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n"
 
 

@@ -91,7 +91,7 @@ class ExtractionCallback(TrainerCallback):
         Raises:
             ValueError: the grid has stages.
         """
-        WorkSplit.of(self.trainer.model)
+        WorkSplit.for_model(self.trainer.model)
         if self.at_start and state.global_step == 0:
             self._log(control)
 
@@ -123,7 +123,7 @@ class ExtractionCallback(TrainerCallback):
                 generate=self.generate,
                 progress=False,
             )
-            found = WorkSplit.of(model).on_rank_zero(lambda: _means(results))
+            found = WorkSplit.for_model(model).on_rank_zero(lambda: _means(results))
         return found | {f"{PREFIX}seconds": round(time.perf_counter() - start, 4)}
 
     def _log(self, control: TrainerControl) -> dict[str, float]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_axonn import parallel_state
-from hf_axonn_eval.extraction.kv_cache import Row, joined
+from hf_axonn_eval.extraction.kv_cache import Row, join_rows
 from hf_axonn_eval.extraction.scoring import core, device_of, first_largest, logits_after
 
 
@@ -79,7 +79,7 @@ class Decoder:
         new, self._waiting = self._waiting[:free], self._waiting[free:]
         self._live = [request for _, request in undone] + new
         room = max(request.want - len(request.tokens) for request in self._live)
-        self._cache = joined(rows + [request.row for request in new], room)
+        self._cache = join_rows(rows + [request.row for request in new], room)
         for request in new:
             request.row = None  # the pass that it came from may be forgotten
 

@@ -17,7 +17,7 @@ from hf_axonn_eval.analysis.chance import against_chance
 from hf_axonn_eval.analysis.intervals import check_confidence
 from hf_axonn_eval.analysis.summary import summarize
 from hf_axonn_eval.data.jsonl import is_count
-from hf_axonn_eval.data.protocols import checked as checked_protocol
+from hf_axonn_eval.data.protocols import check_protocol
 from hf_axonn_eval.data.results import RunDirectory, SampleResult, read_record
 from hf_axonn_eval.data.samples import Sample, SampleFile, tokenizer_of
 from hf_axonn_eval.data.tokenizer_identity import check_ids, check_same, tokenizer_identity
@@ -107,7 +107,7 @@ def extract(
             "another model: pass load_model(...).record, or {'fingerprint': <any text that names the weights>}."
         )
 
-    work_split = WorkSplit.of(model)
+    work_split = WorkSplit.for_model(model)
     tokenizer_record: dict[str, Any] = {}
     if output is not None or isinstance(samples, SampleFile):
         tokenizer_record = work_split.on_rank_zero(lambda: tokenizer_record_of(tokenizer, samples))
@@ -154,7 +154,7 @@ def extract(
                     "decoding": "greedy, no stop, no penalties",
                     "sampler": vars(sampler) if sampler is not None else None,
                     "near_tie_below": runner.bound,
-                    "protocol": checked_protocol(protocol, runner.facts()),
+                    "protocol": check_protocol(protocol, runner.facts()),
                     "left_out": left_out,
                     "confidence": confidence,
                 },

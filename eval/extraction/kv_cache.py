@@ -98,7 +98,7 @@ def rows_of(cache: Cache, rows: Sequence[int], *, room: int = 0) -> Cache:
     return taken
 
 
-def joined(rows: Sequence[Row], room: int) -> Cache:
+def join_rows(rows: Sequence[Row], room: int) -> Cache:
     """A cache of these rows, all ending in the same column, with room for `room` more.
 
     Columns before a row's first are masked, so they may hold anything but NaN, which times 0 would be NaN.

@@ -57,7 +57,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but it must be one of {', '.join(DTYPES)}.")
     start_distributed()
-    work_split = WorkSplit.of(None)
+    work_split = WorkSplit.for_model(None)
     if grid is not None:
         grid.check(work_split.world_size)
     directory = _directory(path)

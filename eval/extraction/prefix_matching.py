@@ -52,7 +52,7 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
     """
     if not can_be_kept(model):
         found = [
-            matched(score.choices, sample.suffix, score.leads)
+            match_choices(score.choices, sample.suffix, score.leads)
             for sample, score in zip(batch, score_suffixes(model, batch), strict=True)
         ]
         for place, match in enumerate(found):
@@ -86,7 +86,7 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
             choices[row] += words
             leads[row] += gaps
             suffix = batch[row].suffix
-            match = matched(choices[row][: len(suffix)], suffix[:end], leads[row])
+            match = match_choices(choices[row][: len(suffix)], suffix[:end], leads[row])
             if match.tokens == min(end, len(suffix)) and end < len(suffix):
                 going.append(place)
                 continue
@@ -109,7 +109,7 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
     return found
 
 
-def matched(choices: Sequence[int], suffix: Sequence[int], leads: Sequence[float]) -> Match:
+def match_choices(choices: Sequence[int], suffix: Sequence[int], leads: Sequence[float]) -> Match:
     """How far choices agree with a suffix; `leads` are those of `Score`, and after the first miss none counts."""
     hits = [choice == true for choice, true in zip(choices, suffix, strict=True)]
     tokens = first_miss(hits)

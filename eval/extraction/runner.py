@@ -221,7 +221,7 @@ class _Rest:
 
 
 def _match(sample: Sample, score: scoring.Score) -> Match:
-    return matching.matched(score.choices, sample.suffix, score.leads)
+    return matching.match_choices(score.choices, sample.suffix, score.leads)
 
 
 def _family(config) -> str:
@@ -311,4 +311,4 @@ def result_of(
     computed = {name: metric(inputs) for name, metric in METRICS.items()}
     if continuation is None:
         measured["suffix_text"] = None  # it is kept beside a continuation
-    return SampleResult.of(measured, computed)
+    return SampleResult.from_measured(measured, computed)

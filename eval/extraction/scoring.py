@@ -243,7 +243,7 @@ def document_nll(
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
     check_fits(model, longest=max(map(len, token_lists)), largest_id=max(map(max, token_lists)))
-    work_split = WorkSplit.of(model)
+    work_split = WorkSplit.for_model(model)
     by_length = sorted(token_lists, key=len)
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
     nll, tokens = 0.0, 0

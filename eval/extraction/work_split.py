@@ -33,7 +33,7 @@ class WorkSplit:
     world_size: int = 1
 
     @classmethod
-    def of(cls, model) -> "WorkSplit":
+    def for_model(cls, model) -> "WorkSplit":
         """The split for a model: by (data, z) if it is parallelized, else every process is on its own.
 
         No communication.

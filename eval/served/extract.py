@@ -20,12 +20,12 @@ from hf_axonn_eval.analysis.chance import against_chance
 from hf_axonn_eval.analysis.intervals import check_confidence
 from hf_axonn_eval.analysis.summary import summarize
 from hf_axonn_eval.data.jsonl import is_count
-from hf_axonn_eval.data.protocols import checked as checked_protocol
+from hf_axonn_eval.data.protocols import check_protocol
 from hf_axonn_eval.data.results import RunDirectory, SampleResult, read_record
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.tokenizer_identity import check_ids
 from hf_axonn_eval.extraction.extract import look_through, tokenizer_record_of, warn_of_chance
-from hf_axonn_eval.extraction.prefix_matching import matched
+from hf_axonn_eval.extraction.prefix_matching import match_choices
 from hf_axonn_eval.extraction.run_record import identity_of, this_start
 from hf_axonn_eval.extraction.runner import eos_ids, result_of
 from hf_axonn_eval.extraction.scoring import BOUNDS, Score
@@ -128,7 +128,7 @@ def extract_served(
             "sampler": vars(sampler) if sampler is not None else None,
             "near_tie_below": _BOUND,
             "membership_unknown": list(UNKNOWN_SCORES) if membership else None,
-            "protocol": checked_protocol(protocol, asker.facts()),
+            "protocol": check_protocol(protocol, asker.facts()),
             "left_out": left_out,
             "confidence": confidence,
         },
@@ -193,7 +193,7 @@ class _Asker:
         score = self._score(sample, full=self.membership)
         continuation, guessed = None, None
         if self.generate:
-            continuation = matched(score.choices, sample.suffix, score.leads).known
+            continuation = match_choices(score.choices, sample.suffix, score.leads).known
             missing = len(sample.suffix) - len(continuation)
             if missing:
                 continuation += self.backend.generate([*sample.prefix, *continuation], missing)
