@@ -2,7 +2,7 @@
 results."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,95 +13,116 @@ from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction import decoding, scoring
 from hf_axonn_eval.extraction import prefix_matching as matching
 from hf_axonn_eval.extraction.kv_cache import Row, can_be_kept, empty_cache, is_filled
-from hf_axonn_eval.extraction.near_copies import NearCopies, NearCopySearch, near_copies
+from hf_axonn_eval.extraction.near_copies import NearCopies, near_copies
+from hf_axonn_eval.extraction.options import Options
 from hf_axonn_eval.extraction.prefix_matching import Match
+from hf_axonn_eval.extraction.run import Survey
+from hf_axonn_eval.extraction.run_record import describe_model
 from hf_axonn_eval.extraction.scoring import Score
 from hf_axonn_eval.extraction.work_split import WorkSplit
-from hf_axonn_eval.metrics.discoverability import Sampler
 from hf_axonn_eval.metrics.registry import METRICS
 
 
 @dataclass(kw_only=True)
 class Runner:
-    """Asks the model; `batch_size` shrinks where memory runs out. The other arguments are those of `extract`.
-
-    Args:
-        bound: margins below it, in nats, are near ties.
-        decoded: rows that are decoded together, as long as the batch size is the planned one.
-    """
+    """Asks a model: the `Asker` of `extract`, which describes the arguments."""
 
     model: Any
     tokenizer: Any
-    generate: bool
-    stop_early: bool
-    sampler: Sampler | None
-    membership: bool
-    bound: float
-    batch_size: int
-    decoded: int
-    guesses: bool = False
-    near_copies: NearCopySearch | None = None
+    options: Options
+    model_record: Mapping[str, Any] | None
+    batch_size: int | str
 
     def __post_init__(self) -> None:
-        self.planned = self.batch_size
-        self.reports = True
+        self.work_split = WorkSplit.for_model(self.model)
         self.eos = eos_ids(self.model, self.tokenizer)
+        self.bound = scoring.near_tie_below(self.model)  # margins below it, in nats, are near ties
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens of the model."""
+        return self.model.config.get_text_config().vocab_size
+
+    @contextlib.contextmanager
+    def prepare(self, survey: Survey) -> Iterator[None]:
+        """Divide the samples into units of batches, the same on every rank; inside, the model is in eval mode.
+
+        `planned` rows are in a batch, fewer (`rows`) once memory runs out, and `decoded` are decoded together.
+        """
+        options, lengths, longest = self.options, survey.lengths, survey.longest
+        with scoring.evaluating(self.model):
+            self.planned = self.batch_size
+            if self.planned == "auto":
+                keep = longest if options.membership else max(suffix for _, suffix in lengths)
+                self.planned = batches.fitting_batch_size(
+                    self.model, self.work_split, longest=longest, kept_logits=keep
+                )
+            self.rows = self.planned
+            self.decoded = batches.decoded_rows(self.model, self.rows, longest)
+            planned = batches.plan_batches(lengths, self.rows, padding=scoring.may_be_padded(self.model))
+            units = batches.plan_units(planned, self.work_split.count)
+            self.plan = {"rows": self.rows, "number": len(planned), "in_a_unit": len(units[0])}
+            chunked = options.stop_early and can_be_kept(self.model)
+            most = matching.FIRST_CHUNK if chunked else longest
+            fed = [prefix + min(suffix, most) - 1 for prefix, suffix in lengths]
+            self.units = [batches.in_passes(unit, fed, scoring.device_of(self.model)) for unit in units]
+            yield
 
     def facts(self) -> dict[str, Any]:
-        """What the lines of a protocol say of a run (contract.OF_A_RUN)."""
-        return {
-            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
-            "family": _family(self.model.config),
-            "generate": self.generate,
-            "sampler": vars(self.sampler) if self.sampler is not None else None,
-            "stop_early": self.stop_early,
-            "guesses": self.guesses,
-            "eos": list(self.eos),
+        """Return what the weights and the tokenizer tell (`Asker.facts`)."""
+        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        return {"dtype": dtype, "family": _family(self.model.config), "eos": list(self.eos)}
+
+    def describe(self) -> dict[str, Any]:
+        """Return the entries of run.json (`Asker.describe`)."""
+        settings = {
+            "batch_size": self.batch_size,
+            "batches": self.plan,
+            "decoded_rows": self.decoded,
+            **self.options.decoding(),
+            "near_tie_below": self.bound,
         }
+        return describe_model(self.model, self.model_record, settings, self.work_split.world_size)
 
-    def passes(
-        self, units: Sequence[Sequence[Sequence[int]]], lengths: Sequence[tuple[int, int]]
-    ) -> list[list[list[int]]]:
-        """The same units, with their batches divided into passes (`batching.in_passes`).
+    def check_resumed(self, sample: Sample, kept: SampleResult) -> None:
+        """Do nothing: the fingerprint in run.json distinguishes the model from others."""
 
-        Args:
-            lengths: prefix and suffix length of every sample, in tokens.
-        """
-        chunked = self.stop_early and can_be_kept(self.model)
-        fed = [prefix + (min(suffix, matching.FIRST_CHUNK) if chunked else suffix) - 1 for prefix, suffix in lengths]
-        return [batches.in_passes(unit, fed, scoring.device_of(self.model)) for unit in units]
+    def conclude(self, results: Sequence[SampleResult]) -> dict[str, Any]:
+        """Return no entries."""
+        return {}
 
-    def measure(
-        self, samples: Sequence[Sample], units: Sequence[list[list[int]]], work_split: WorkSplit
-    ) -> Iterator[list[SampleResult]]:
+    def measure(self, samples: Sequence[Sample], done: set[int]) -> Iterator[list[SampleResult]]:
         """Yield, unit by unit, the results of all ranks on rank 0, and an empty list elsewhere."""
-        self.reports = work_split.reports
-        parallel = parallel_state(self.model)
+        left = ([[place for place in batch if place not in done] for batch in unit] for unit in self.units)
+        units = [unit for unit in ([batch for batch in unit if batch] for unit in left) if unit]
+        options, split, parallel = self.options, self.work_split, parallel_state(self.model)
         in_step = parallel is not None and parallel.grid.z > 1
         alone = parallel is None or parallel.grid.size == 1
-        placed = in_step and (self.generate or self.stop_early or self.near_copies is not None)
+        placed = in_step and (options.generate or options.stop_early or options.near_copies is not None)
         with decoding.weights_in_place(self.model) if placed else contextlib.nullcontext():
-            for start in range(0, len(units), work_split.count):
-                together = units[start : start + work_split.count]
-                mine = together[work_split.index] if work_split.index < len(together) else []
-                unit = [[samples[place] for place in batch] for batch in mine]
-                measured, self.batch_size = batches.halving(
-                    self.batch_size, lambda rows, unit=unit: self._unit(batches.smaller(unit, rows), rows), alone=alone
+            for start in range(0, len(units), split.count):
+                together = units[start : start + split.count]
+                own = together[split.index] if split.index < len(together) else []
+                unit = [[samples[place] for place in batch] for batch in own]
+                results, self.rows = batches.halving(
+                    self.rows, lambda rows, unit=unit: self._unit(batches.smaller(unit, rows), rows), alone=alone
                 )
                 # ranks of z pass weights to each other: in every pass, or in the first one if they are kept then
                 passes = max(map(len, together)) if in_step and not placed else int(in_step and start == 0)
-                for _ in range(len(mine), passes):
+                for _ in range(len(own), passes):
                     scoring.score_suffixes(self.model, [samples[together[0][0][0]]])
-                yield work_split.gather(measured)
+                yield split.gather(results)
 
     def _unit(self, unit: Sequence[Sequence[Sample]], rows: int) -> list[SampleResult]:
         """The results of a unit; an empty list on a rank that takes part in the passes, and another hands them in."""
         together = self.decoded if rows == self.planned else rows  # memory ran out: no more rows than in a pass
-        rest = _Rest(self.model, rows=rows, together=together) if self.generate else None
+        rest = _Rest(self.model, rows=rows, together=together) if self.options.generate else None
         answers: list[Any] = []
         for batch in unit:
             first = len(answers)
-            answers += self._matches(batch, first, rest) if self.stop_early else self._scores(batch, first, rest)
+            answers += (
+                self._matches(batch, first, rest) if self.options.stop_early else self._scores(batch, first, rest)
+            )
             if rest is not None:
                 rest.decode(drain=False)
         if rest is not None:
@@ -112,9 +133,11 @@ class Runner:
             for number, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
                 match = answer if isinstance(answer, Match) else _match(sample, answer)
                 continuations[number] = [*match.known, *rest.tokens.get(number, ())]
-        chances = self._guessed(unit, continuations) if self.guesses else [None] * len(samples)
-        copies = self._near_copies(samples, together) if self.near_copies is not None else [None] * len(samples)
-        if not self.reports:
+        chances = self._guessed(unit, continuations) if self.options.guesses else [None] * len(samples)
+        copies = (
+            self._near_copies(samples, together) if self.options.near_copies is not None else [None] * len(samples)
+        )
+        if not self.work_split.reports:
             return []
         table = zip(samples, answers, continuations, chances, copies, strict=True)
         return [
@@ -133,7 +156,7 @@ class Runner:
 
     def _near_copies(self, samples: Sequence[Sample], rows: int) -> list[NearCopies]:
         """Near copies of each sample; as many samples of one length at a time as have `rows` beams."""
-        together = max(1, rows // self.near_copies.beams)
+        together = max(1, rows // self.options.near_copies.beams)
         alike: dict[tuple[int, int], list[int]] = {}
         for place, sample in enumerate(samples):
             alike.setdefault((len(sample.prefix), len(sample.suffix)), []).append(place)
@@ -142,7 +165,7 @@ class Runner:
             for begin in range(0, len(places), together):
                 some = places[begin : begin + together]
                 chosen = [samples[place] for place in some]
-                copies = near_copies(self.model, chosen, self.near_copies, sampler=self.sampler)
+                copies = near_copies(self.model, chosen, self.options.near_copies, sampler=self.options.sampler)
                 found.update(zip(some, copies, strict=True))
         return [found[place] for place in range(len(samples))]
 
@@ -166,8 +189,8 @@ class Runner:
         scores = scoring.score_suffixes(
             self.model,
             batch,
-            sampler=self.sampler if self.reports else None,
-            tokenizer=self.tokenizer if self.membership else None,
+            sampler=self.options.sampler if self.work_split.reports else None,
+            tokenizer=self.tokenizer if self.options.membership else None,
             cache=cache,
         )
         if rest is None:
