@@ -1,4 +1,4 @@
-"""`ExtractionCallback`: how much of a probe set a model gives back, while it trains.
+"""`ExtractionCallback`: measures how much of a probe set a model gives back while it trains.
 
     probe = build_samples(documents, tokenizer=tokenizer, prefix_length=32, suffix_length=32)
     trainer.add_callback(ExtractionCallback(trainer, probe, every=100))
@@ -111,10 +111,10 @@ class ExtractionCallback(TrainerCallback):
             metrics.update(self._measured[1])
 
     def measure(self) -> dict[str, float]:
-        """What is logged, measured now; the same on every rank."""
+        """Measure now, and return what is logged; the same on every rank."""
         start = time.perf_counter()
         model = self.trainer.model
-        with _undisturbed(model):
+        with _preserve_state(model):
             results = extract(
                 model,
                 self.tokenizer,
@@ -135,7 +135,7 @@ class ExtractionCallback(TrainerCallback):
 
 
 def _means(results: Sequence[SampleResult]) -> dict[str, float]:
-    """Means over all samples and over those of each bucket, by the name in the log."""
+    """Return means over all samples and over those of each bucket, by the name in the log."""
     groups = {"": list(results)}
     buckets = sorted({result.bucket for result in results})
     if len(buckets) > 1:
@@ -150,8 +150,8 @@ def _means(results: Sequence[SampleResult]) -> dict[str, float]:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Random states, and the mode of every module, are afterwards as before; no gradient is recorded."""
+def _preserve_state(model: nn.Module) -> Iterator[None]:
+    """Restore random states and the mode of every module afterwards; no gradient is recorded inside."""
     modes = [(module, module.training) for module in model.modules()]
     python, numpy_state = random.getstate(), np.random.get_state()
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}

@@ -1,5 +1,5 @@
-"""How likely is one draw to give the suffix but for a few edits? A lower bound, by a beam search that only follows
-what can still end as such a near copy.
+"""Near copies: a lower bound of the chance that one draw gives the suffix but for a few edits, by a beam search that
+only follows beginnings of such near copies.
 
 A continuation z of as many tokens as the suffix y is a near copy if the Levenshtein distance of the ids of z and y is
 at most `edits`. There are too many of them to ask for the probability of each, and drawing needs 1 / p draws to see
@@ -31,7 +31,7 @@ from hf_axonn_eval.metrics.discoverability import Sampler
 
 @dataclass(frozen=True, kw_only=True)
 class NearCopySearch:
-    """How to search.
+    """Settings of the search.
 
     Args:
         edits: insertions, deletions and substitutions of tokens that a near copy may have.
@@ -59,12 +59,12 @@ class NearCopySearch:
 
     @property
     def text(self) -> str:
-        """For records: "5 edits, 20 beams"."""
+        """Text for records, such as "5 edits, 20 beams"."""
         return f"{self.edits} edits, {self.beams} beams"
 
 
 class NearCopies(NamedTuple):
-    """What a search found of one sample.
+    """Result of the search for one sample.
 
     `logprobs[k]`: lower bound, in nats, of the log-probability that one draw is within k edits of the suffix, for k
     from 0, the suffix itself, to the edits that were asked for; -inf if the sampler draws none. `read`: tokens that
@@ -102,7 +102,7 @@ def near_copies(
     rows = [list(sample.prefix) for sample in samples]
     logits = last_logits(model, rows, keep=1, cache=cache)
     for step in range(length):
-        parents, tokens = _expanded(searches, sampler.distribution(logits[:, -1]))
+        parents, tokens = _expand_all(searches, sampler.distribution(logits[:, -1]))
         if not parents:
             break
         rows = [[*rows[parent], token] for parent, token in zip(parents, tokens, strict=True)]
@@ -115,8 +115,8 @@ def near_copies(
     return [NearCopies(each.within(), each.read) for each in searches]
 
 
-def _expanded(searches: Sequence["_Beginnings"], logprobs: Tensor) -> tuple[list[int], list[int]]:
-    """Every search takes another step; rows that go on, by the row that they continue, and their next tokens.
+def _expand_all(searches: Sequence["_Beginnings"], logprobs: Tensor) -> tuple[list[int], list[int]]:
+    """Take another step in every search; returns the row that each new row continues, and its next token.
 
     Args:
         logprobs: [rows, V], of the next token; the rows of the first search, those of the second, ...

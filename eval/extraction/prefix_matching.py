@@ -1,4 +1,4 @@
-"""How far the model's first choices agree with a suffix, without what comes after: a sample that missed is dropped.
+"""Match of the model's first choices with a suffix, up to the first miss: a sample that missed is dropped.
 
 The suffix is checked in chunks of growing length. Most samples that fail do so in the first few tokens, so little
 more than the prefix of them is ever fed.
@@ -21,7 +21,7 @@ _FEWEST = 64  # tokens in a pass: fewer take as long
 
 
 class Match(NamedTuple):
-    """How a suffix was met: `tokens` of it before the first miss, and the `margin`, in nats.
+    """Match of a suffix: `tokens` of it before the first miss, and the `margin`, in nats.
 
     The margin of a suffix that was met in full is that of `Score`. Else it is how far the true token is behind at the
     first miss: what comes after is not known, so the sample may be further from being extracted than this says.
@@ -38,7 +38,7 @@ Missed = Callable[[int, Match, Row | None], None]
 
 
 def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = None) -> list[Match]:
-    """How far the model's first choices agree with each suffix.
+    """Match the model's first choices with each suffix.
 
     One forward pass for each chunk of the suffix; on a parallelized model collective over its x, y and z, where ranks
     of z may need different numbers of them: see `decoding.weights_in_place`.
@@ -110,7 +110,7 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
 
 
 def match_choices(choices: Sequence[int], suffix: Sequence[int], leads: Sequence[float]) -> Match:
-    """How far choices agree with a suffix; `leads` are those of `Score`, and after the first miss none counts."""
+    """Match choices with a suffix; `leads` are those of `Score`, of which none counts after the first miss."""
     hits = [choice == true for choice, true in zip(choices, suffix, strict=True)]
     tokens = first_miss(hits)
     return Match(tokens, abs(min(leads[: min(tokens + 1, len(hits))])), list(choices[: tokens + 1]))

@@ -1,5 +1,4 @@
-"""Units of samples through the model: matched or scored, decoded where that is asked, and gathered on rank 0 as
-results."""
+"""Units of samples through the model: matched or scored, decoded if requested, and gathered on rank 0 as results."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,7 +113,7 @@ class Runner:
                 yield split.gather(results)
 
     def _unit(self, unit: Sequence[Sequence[Sample]], rows: int) -> list[SampleResult]:
-        """The results of a unit; an empty list on a rank that takes part in the passes, and another hands them in."""
+        """Return the results of a unit; an empty list on a rank of whose share another rank hands in the results."""
         together = self.decoded if rows == self.planned else rows  # memory ran out: no more rows than in a pass
         rest = _Rest(self.model, rows=rows, together=together) if self.options.generate else None
         answers: list[Any] = []
@@ -133,7 +132,7 @@ class Runner:
             for number, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
                 match = answer if isinstance(answer, Match) else _match(sample, answer)
                 continuations[number] = [*match.known, *rest.tokens.get(number, ())]
-        chances = self._guessed(unit, continuations) if self.options.guesses else [None] * len(samples)
+        chances = self._score_guesses(unit, continuations) if self.options.guesses else [None] * len(samples)
         copies = (
             self._near_copies(samples, together) if self.options.near_copies is not None else [None] * len(samples)
         )
@@ -144,18 +143,18 @@ class Runner:
             result_of(
                 sample,
                 answer,
-                said,
+                continuation,
                 self.tokenizer,
                 bound=self.bound,
                 eos=self.eos,
                 generated_logprob=chance,
                 near_copies=near,
             )
-            for sample, answer, said, chance, near in table
+            for sample, answer, continuation, chance, near in table
         ]
 
     def _near_copies(self, samples: Sequence[Sample], rows: int) -> list[NearCopies]:
-        """Near copies of each sample; as many samples of one length at a time as have `rows` beams."""
+        """Search near copies of each sample, as many samples of one length at a time as have `rows` beams."""
         together = max(1, rows // self.options.near_copies.beams)
         alike: dict[tuple[int, int], list[int]] = {}
         for place, sample in enumerate(samples):
@@ -169,20 +168,20 @@ class Runner:
                 found.update(zip(some, copies, strict=True))
         return [found[place] for place in range(len(samples))]
 
-    def _guessed(self, unit: Sequence[Sequence[Sample]], continuations: Sequence[Any]) -> list[float]:
-        """The log-probability of each continuation, in nats: one more pass, with it in the place of the suffix."""
+    def _score_guesses(self, unit: Sequence[Sequence[Sample]], continuations: Sequence[Any]) -> list[float]:
+        """Score each continuation, in nats, by one more pass with it in the place of the suffix."""
         chances: list[float] = []
         for batch in unit:
-            said = continuations[len(chances) : len(chances) + len(batch)]
-            guesses = [replace(sample, suffix=tuple(ids)) for sample, ids in zip(batch, said, strict=True)]
+            some = continuations[len(chances) : len(chances) + len(batch)]
+            guesses = [replace(sample, suffix=tuple(ids)) for sample, ids in zip(batch, some, strict=True)]
             chances += [sum(score.logprobs) for score in scoring.score_suffixes(self.model, guesses)]
         return chances
 
     def _matches(self, batch: Sequence[Sample], first: int, rest: "_Rest | None") -> list[Match]:
-        def missed(place: int, match: Match, row: Row | None) -> None:
+        def add_rest(place: int, match: Match, row: Row | None) -> None:
             rest.add(first + place, batch[place], match, row)
 
-        return matching.match_suffixes(self.model, batch, missed=missed if rest is not None else None)
+        return matching.match_suffixes(self.model, batch, missed=add_rest if rest is not None else None)
 
     def _scores(self, batch: Sequence[Sample], first: int, rest: "_Rest | None") -> list[scoring.Score]:
         cache = empty_cache() if rest is not None and can_be_kept(self.model) else None
@@ -208,7 +207,7 @@ class Runner:
 
 
 class _Rest:
-    """What the model says after the first miss of samples: `tokens`, by the number of the sample.
+    """Continuations after the first miss of samples: `tokens`, by the number of the sample.
 
     Args:
         rows: in a pass that feeds full prompts.
@@ -231,15 +230,15 @@ class _Rest:
             self._prompts.append((number, [*sample.prefix, *match.known], missing))
 
     def decode(self, *, drain: bool) -> None:
-        """Decode what makes full batches, or with `drain` everything."""
+        """Decode full batches, or with `drain` everything."""
         self.tokens.update(self._decoder.run(drain=drain))
         if not drain:
             return
         for begin in range(0, len(self._prompts), self.rows):
             numbers, prompts, missing = zip(*self._prompts[begin : begin + self.rows], strict=True)
             decoded = decoding.continue_greedily(self.model, prompts, steps=max(missing))
-            for number, tokens, wanted in zip(numbers, decoded, missing, strict=True):
-                self.tokens[number] = tokens[:wanted]
+            for number, tokens, count in zip(numbers, decoded, missing, strict=True):
+                self.tokens[number] = tokens[:count]
         self._prompts = []
 
 
@@ -248,13 +247,13 @@ def _match(sample: Sample, score: scoring.Score) -> Match:
 
 
 def _family(config) -> str:
-    """The model type; of Llama, which names three generations alike, the third has a larger vocabulary."""
+    """Return the model type; of Llama, which names three generations alike, the third has a larger vocabulary."""
     text = config.get_text_config()
     return "llama-3" if text.model_type == "llama" and text.vocab_size >= 128_000 else text.model_type
 
 
 def eos_ids(model, tokenizer) -> tuple[int, ...]:
-    """The ids that end a text: of the model's generation config, as `generate` takes them, else of its tokenizer."""
+    """Return the ids that end a text: of the model's generation config, as in `generate`, else of its tokenizer."""
     config = getattr(model, "generation_config", None)
     for owner in (config, getattr(model, "config", None), tokenizer):
         ids = getattr(owner, "eos_token_id", None)
@@ -274,12 +273,12 @@ def result_of(
     generated_logprob: float | None = None,
     near_copies: NearCopies | None = None,
 ) -> SampleResult:
-    """The result of one sample: what was measured, and every registered metric of it.
+    """Make the result of one sample: its measured fields, and every registered metric.
 
     Args:
-        answer: of a teacher-forced pass; or a match, where the true tokens after the first miss were not fed. What
-            they would say is unknown then, so log-probabilities and hits are None for all samples, those without a
-            miss too: a mean over these alone would mislead.
+        answer: of a teacher-forced pass; or a match, where the true tokens after the first miss were not fed. Their
+            log-probabilities are unknown then, so these and hits are None for all samples, those without a miss too:
+            a mean over these alone would mislead.
         continuation: the greedy one, as long as the suffix; None without generation.
         tokenizer: for texts, which ROUGE and zlib read; None leaves these out.
         bound: margins below it, in nats, are near ties.

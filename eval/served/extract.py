@@ -268,7 +268,7 @@ class _Asker:
 
 
 def _same_ids(backend: Backend, tokenizer: Any, sample: Sample) -> bool:
-    """Whether the server's tokenizer gives the ids of the one here; not, if it does not say.
+    """Return whether the server's tokenizer gives the ids of the one here; False if the server does not tell.
 
     Raises:
         ValueError: it gives others.
@@ -277,14 +277,14 @@ def _same_ids(backend: Backend, tokenizer: Any, sample: Sample) -> bool:
     theirs = backend.encode(text)
     if theirs is None:
         return False
-    mine = tokenizer.encode(text, add_special_tokens=False)
-    if mine != theirs:
-        place = next((at for at, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
-        place = min(len(mine), len(theirs)) if place is None else place
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if ids != theirs:
+        place = next((at for at, pair in enumerate(zip(ids, theirs, strict=False)) if pair[0] != pair[1]), None)
+        place = min(len(ids), len(theirs)) if place is None else place
         raise ValueError(
             f"the server's tokenizer is another one: of the text of sample {sample.sample_id!r} it makes "
-            f"{len(theirs)} ids and the tokenizer here ({getattr(tokenizer, 'name_or_path', '')}) {len(mine)}, which "
-            f"differ from place {place} on ({mine[place : place + 3]} here, {theirs[place : place + 3]} there). The "
+            f"{len(theirs)} ids and the tokenizer here ({getattr(tokenizer, 'name_or_path', '')}) {len(ids)}, which "
+            f"differ from place {place} on ({ids[place : place + 3]} here, {theirs[place : place + 3]} there). The "
             "samples' ids are other words to the model: name its tokenizer with --tokenizer, and write the samples "
             "with that one."
         )
