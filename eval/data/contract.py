@@ -150,14 +150,6 @@ def _require(name: str, expected: Any, facts: Facts) -> tuple[str, str]:
         return UNCHECKED, "the samples do not say"
 
 
-def _prefix_tokens(expected: int, facts: Facts) -> tuple[str, str]:
-    return _lengths(expected, facts["prefix_tokens"])
-
-
-def _suffix_tokens(expected: int, facts: Facts) -> tuple[str, str]:
-    return _lengths(expected, facts["suffix_tokens"])
-
-
 def _lengths(expected: int, found: Mapping[str, int]) -> tuple[str, str]:
     if found["least"] == found["most"] == expected:
         return MET, ""
@@ -166,7 +158,8 @@ def _lengths(expected: int, found: Mapping[str, int]) -> tuple[str, str]:
 
 def _documents(expected: int, facts: Facts) -> tuple[str, str]:
     other = {bucket: count for bucket, count in facts["documents_used"].items() if count != expected}
-    return (DEVIATION, f"{_by_bucket(other)}") if other else (MET, "")
+    text = ", ".join(f"{count:,} documents of bucket {bucket}" for bucket, count in other.items())
+    return (DEVIATION, text) if other else (MET, "")
 
 
 def _buckets(expected: Sequence[int], facts: Facts) -> tuple[str, str]:
@@ -274,17 +267,13 @@ def _short(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _by_bucket(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} documents of bucket {bucket}" for bucket, count in counts.items())
-
-
 _DEFAULTS = {field.name: _plain(field.default, field.name) for field in fields(Sampling)}
 _SAMPLER = ("temperature", "top_k", "top_p")
 _WAITS = "until the samples are answered"
 OF_A_RUN = ("dtype", "family", "generate", "guesses", "sampler", "stop_early", "eos")
 CHECKS: dict[str, Callable[[Any, Facts], tuple[str, str]]] = {
-    "prefix_tokens": _prefix_tokens,
-    "suffix_tokens": _suffix_tokens,
+    "prefix_tokens": lambda expected, facts: _lengths(expected, facts["prefix_tokens"]),
+    "suffix_tokens": lambda expected, facts: _lengths(expected, facts["suffix_tokens"]),
     "documents_of_a_bucket": _documents,
     "buckets": _buckets,
     "bos": _bos,

@@ -51,37 +51,22 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
         ValueError: the model answers with NaN.
     """
     if not can_be_kept(model):
-        found = [
-            match_choices(score.choices, sample.suffix, score.leads)
-            for sample, score in zip(batch, score_suffixes(model, batch), strict=True)
-        ]
-        for place, match in enumerate(found):
+        scores = zip(batch, score_suffixes(model, batch), strict=True)
+        matches = [match_choices(score.choices, sample.suffix, score.leads) for sample, score in scores]
+        for place, match in enumerate(matches):
             if missed is not None and len(match.known) < len(batch[place].suffix):
                 missed(place, match, None)
-        return found
+        return matches
     found: list[Match | None] = [None] * len(batch)
     choices: list[list[int]] = [[] for _ in batch]
     leads: list[list[float]] = [[] for _ in batch]
-    left = list(range(len(batch)))
+    left = list(range(len(batch)))  # rows of the batch without a miss so far
     longest = max(len(sample.prefix) for sample in batch)
     padding = [longest - len(sample.prefix) for sample in batch]
     cache, begin, end = empty_cache(), 0, min(FIRST_CHUNK, max(len(sample.suffix) for sample in batch))
     while left:
-        # a suffix that is shorter than others of its batch is filled up on the right, where nothing looks back at
-        if begin == 0:
-            rows = [[*batch[row].prefix, *_padded_slice(batch[row].suffix, 0, end)[:-1]] for row in left]
-            logits = last_logits(model, rows, keep=end, cache=cache)
-            if not is_filled(cache, len(batch)):
-                raise ValueError(f"the cache of {type(model).__name__} cannot be cut; leave --stop_early out.")
-        else:
-            fed = [_padded_slice(batch[row].suffix, begin - 1, end - 1) for row in left]
-            tokens = torch.tensor(fed, device=device_of(model))
-            logits = logits_after(model, tokens, [padding[row] for row in left], keep=end - begin, cache=cache)
-        true = torch.tensor([_padded_slice(batch[row].suffix, begin, end) for row in left], device=logits.device)
-        chosen, ahead = first_choices(logits, true)
-        if ahead.isnan().any():
-            raise ValueError("the model's logits are not numbers (NaN): try --dtype float32.")
-        going, gone = [], []
+        chosen, ahead = _feed(model, [batch[row] for row in left], [padding[row] for row in left], begin, end, cache)
+        going, gone = [], []  # places in `left`
         for place, (row, words, gaps) in enumerate(zip(left, chosen.tolist(), ahead.tolist(), strict=True)):
             choices[row] += words
             leads[row] += gaps
@@ -107,6 +92,33 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
         left = [left[place] for place in going]
         begin, end = end, end + min(remaining, max((LONGER - 1) * end, _FEWEST // max(1, len(left))))
     return found
+
+
+def _feed(
+    model, samples: Sequence[Sample], padding: Sequence[int], begin: int, end: int, cache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Feed tokens `begin` to `end` of the suffixes, the first time after their prefixes; fills the cache.
+
+    A suffix that is shorter than others is filled up on the right, where nothing looks back at.
+
+    Returns:
+        first choices and leads, [samples, end - begin], of these tokens.
+    """
+    if begin == 0:
+        rows = [[*sample.prefix, *_padded_slice(sample.suffix, 0, end)[:-1]] for sample in samples]
+        logits = last_logits(model, rows, keep=end, cache=cache)
+        if not is_filled(cache, len(samples)):
+            raise ValueError(f"the cache of {type(model).__name__} cannot be cut; leave --stop_early out.")
+    else:
+        fed = [_padded_slice(sample.suffix, begin - 1, end - 1) for sample in samples]
+        logits = logits_after(
+            model, torch.tensor(fed, device=device_of(model)), padding, keep=end - begin, cache=cache
+        )
+    true = torch.tensor([_padded_slice(sample.suffix, begin, end) for sample in samples], device=logits.device)
+    choices, leads = first_choices(logits, true)
+    if leads.isnan().any():
+        raise ValueError("the model's logits are not numbers (NaN): try --dtype float32.")
+    return choices, leads
 
 
 def match_choices(choices: Sequence[int], suffix: Sequence[int], leads: Sequence[float]) -> Match:

@@ -5,9 +5,10 @@ A model in this process or on a grid is an asker (runner.py), and so is a server
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -40,41 +41,36 @@ class Survey(NamedTuple):
         return max(map(sum, self.lengths))
 
 
-class Asker(Protocol):
-    """Whatever answers samples."""
+class Asker(ABC):
+    """Whatever answers samples, with the `options` of a run; texts are those of its `tokenizer`."""
 
     options: Options
     tokenizer: Any
     work_split: WorkSplit
+    vocabulary: int  # number of tokens that a guess chooses from
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens that a guess chooses from."""
-        ...
-
+    @abstractmethod
     def prepare(self, survey: Survey) -> AbstractContextManager[None]:
         """Plan how the samples are asked, and be ready to answer inside of the context."""
-        ...
 
+    @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Return the facts about a run that the options do not tell (contract.OF_A_RUN)."""
-        ...
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return the asker's entries of run.json, in the order of the file; `settings` may change in a later start."""
-        ...
 
-    def check_resumed(self, sample: Sample, kept: SampleResult) -> None:
-        """Raise ValueError unless a sample that an earlier start measured would be answered in the same way."""
-        ...
-
+    @abstractmethod
     def measure(self, samples: Sequence[Sample], done: set[int]) -> Iterator[list[SampleResult]]:
         """Yield the results of all samples but those at the places `done`, on rank 0; elsewhere empty lists."""
-        ...
+
+    def check_resumed(self, sample: Sample, kept: SampleResult) -> None:  # noqa: B027 - weights have a fingerprint
+        """Raise ValueError unless a sample that an earlier start measured would be answered in the same way."""
 
     def conclude(self, results: Sequence[SampleResult]) -> dict[str, Any]:
         """Return the asker's entries of summary.json."""
-        ...
+        return {}
 
 
 def survey_samples(samples: Iterable[Sample]) -> Survey:

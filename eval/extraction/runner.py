@@ -15,7 +15,7 @@ from hf_axonn_eval.extraction.kv_cache import Row, can_be_kept, empty_cache, is_
 from hf_axonn_eval.extraction.near_copies import NearCopies, near_copies
 from hf_axonn_eval.extraction.options import Options
 from hf_axonn_eval.extraction.prefix_matching import Match
-from hf_axonn_eval.extraction.run import Survey
+from hf_axonn_eval.extraction.run import Asker, Survey
 from hf_axonn_eval.extraction.run_record import describe_model
 from hf_axonn_eval.extraction.scoring import Score
 from hf_axonn_eval.extraction.work_split import WorkSplit
@@ -23,8 +23,8 @@ from hf_axonn_eval.metrics.registry import METRICS
 
 
 @dataclass(kw_only=True)
-class Runner:
-    """Asks a model: the `Asker` of `extract`, which describes the arguments."""
+class Runner(Asker):
+    """Asks a model; `extract` describes the arguments."""
 
     model: Any
     tokenizer: Any
@@ -34,13 +34,9 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.work_split = WorkSplit.for_model(self.model)
+        self.vocabulary = self.model.config.get_text_config().vocab_size
         self.eos = eos_ids(self.model, self.tokenizer)
         self.bound = scoring.near_tie_below(self.model)  # margins below it, in nats, are near ties
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens of the model."""
-        return self.model.config.get_text_config().vocab_size
 
     @contextlib.contextmanager
     def prepare(self, survey: Survey) -> Iterator[None]:
@@ -68,12 +64,10 @@ class Runner:
             yield
 
     def facts(self) -> dict[str, Any]:
-        """Return what the weights and the tokenizer tell (`Asker.facts`)."""
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         return {"dtype": dtype, "family": _family(self.model.config), "eos": list(self.eos)}
 
     def describe(self) -> dict[str, Any]:
-        """Return the entries of run.json (`Asker.describe`)."""
         settings = {
             "batch_size": self.batch_size,
             "batches": self.plan,
@@ -83,15 +77,7 @@ class Runner:
         }
         return describe_model(self.model, self.model_record, settings, self.work_split.world_size)
 
-    def check_resumed(self, sample: Sample, kept: SampleResult) -> None:
-        """Do nothing: the fingerprint in run.json distinguishes the model from others."""
-
-    def conclude(self, results: Sequence[SampleResult]) -> dict[str, Any]:
-        """Return no entries."""
-        return {}
-
     def measure(self, samples: Sequence[Sample], done: set[int]) -> Iterator[list[SampleResult]]:
-        """Yield, unit by unit, the results of all ranks on rank 0, and an empty list elsewhere."""
         left = ([[place for place in batch if place not in done] for batch in unit] for unit in self.units)
         units = [unit for unit in ([batch for batch in unit if batch] for unit in left) if unit]
         options, split, parallel = self.options, self.work_split, parallel_state(self.model)

@@ -20,7 +20,7 @@ from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.extraction.near_copies import NearCopySearch
 from hf_axonn_eval.extraction.options import Options
 from hf_axonn_eval.extraction.prefix_matching import match_choices
-from hf_axonn_eval.extraction.run import Survey, run, survey_samples
+from hf_axonn_eval.extraction.run import Asker, Survey, run, survey_samples
 from hf_axonn_eval.extraction.runner import eos_ids, result_of
 from hf_axonn_eval.extraction.scoring import BOUNDS, Score
 from hf_axonn_eval.extraction.work_split import WorkSplit
@@ -110,8 +110,8 @@ def extract_served(
 
 
 @dataclass(kw_only=True)
-class _Asker:
-    """Samples to the server, results back: the `Asker` of `extract_served`."""
+class _Asker(Asker):
+    """Asks a server, `requests` at a time."""
 
     backend: Backend
     tokenizer: Any
@@ -120,12 +120,8 @@ class _Asker:
     work_split: WorkSplit = field(default_factory=WorkSplit)
 
     def __post_init__(self) -> None:
+        self.vocabulary = len(self.tokenizer)  # without the padding of the model's, which the server does not tell
         self.eos = eos_ids(None, self.tokenizer)
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens of the tokenizer: the server does not tell how many the model has in addition."""
-        return len(self.tokenizer)
 
     @contextmanager
     def prepare(self, survey: Survey) -> Iterator[None]:
@@ -137,11 +133,13 @@ class _Asker:
         yield
 
     def facts(self) -> dict[str, Any]:
-        """Return None where the server does not tell: its dtype, and the family of the model."""
-        return {"dtype": None, "family": None, "eos": list(self.eos)}
+        return {  # the server tells neither its dtype nor the family of the model
+            "dtype": None,
+            "family": None,
+            "eos": list(self.eos),
+        }
 
     def describe(self) -> dict[str, Any]:
-        """Return the entries of run.json (`Asker.describe`)."""
         served = dict(self.backend.record)
         name = f"{served['name']} as {served['base_url']} serves it"
         no_fingerprint = f"unknown: {name}; a server does not show its weights"
