@@ -35,7 +35,7 @@ class ChatTemplate:
         style: one of STYLES.
         sha256: of the template, in hex.
         before: text before the prefix.
-        after: text after it, up to where the model goes on.
+        after: text after it, up to where the model continues.
         before_ids: its token ids.
         after_ids: likewise.
         bos: id that samples may begin with; the template writes its own, so it is left out there. None: there is none.

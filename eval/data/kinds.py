@@ -104,7 +104,7 @@ def check_kind(path: str | os.PathLike[str], expected: str, option: str) -> None
     """Refuse what is certainly something else.
 
     Args:
-        path: what was given; nothing there, or nothing that is known, is left to whoever reads it.
+        path: what was given; nothing there, or nothing that is known, is left to the reader.
         expected: a kind of _WHAT.
         option: for which it was given.
     Raises:

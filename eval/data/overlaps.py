@@ -115,12 +115,12 @@ def find_overlaps(
 
     Args:
         documents: mappings with `id`, `bucket` and `text` or `input_ids`; bucket 0 are controls, all others members.
-        held_out: the same of documents that nobody trained on; their bucket is not looked at.
+        held_out: the same of documents that no model was trained on; their bucket is ignored.
         tokenizer: compare the ids that it gives a text; by default texts are compared by words: runs of letters and
             digits, in Unicode's NFKC form and without case.
         n: words, or ids, in a run. A shorter document is one run.
         least: containment, or covered share, from which on documents overlap.
-        one_in: keep one of so many hashes; above 1 all numbers are estimates.
+        one_in: keep one of this number of hashes; above 1 all numbers are estimates.
     Raises:
         ValueError: a number that cannot be, a document without its fields, an id that occurs twice, no documents,
             texts beside ids without a tokenizer, or more than 200,000 pairs.

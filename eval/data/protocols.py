@@ -1,4 +1,4 @@
-"""Ways of asking that have a name, each with its source, so that figures can be put beside published ones.
+"""Named protocols, each with its source, so that figures can be compared with published ones.
 
 Each is a file, published/NAME.toml; contract.py says what its lines mean. A protocol says where documents are cut and
 what `extract` should do with the samples. Every setting can be changed. What a run did otherwise than was published is
@@ -17,7 +17,7 @@ from hf_axonn_eval.data.windows import FILTERS, KINDS, Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """A named way of asking.
+    """A named protocol: cuts of documents, and options of `extract`.
 
     Args:
         name: what `protocol(name)` and `samples --protocol` know it by.

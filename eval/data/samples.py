@@ -132,7 +132,7 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     for).
 
     Raises:
-        ValueError: the file beside it is damaged, or tells of other samples.
+        ValueError: the file beside it is damaged, or describes other samples.
     """
     file = about_file(path)
     if not file.is_file():

@@ -64,12 +64,12 @@ class Sampling:
         max_tokens: for "first" and "last" the tokens that are looked at; None: the full document.
         stride: from one window to the next.
         stride_unit: "tokens"; or "characters": the text is tokenized anew from every stride-th character on.
-        slice_characters: with a stride in characters, so many are tokenized, and a window that they do not fill is
-            left out. None: as many as the window needs.
+        slice_characters: with a stride in characters, the number that is tokenized; a window that they do not fill is
+            excluded. None: as many as the window needs.
         append_eos: for "rest", the tokenizer's EOS is the last token of the suffix.
         min_document_tokens: shorter documents are left out. Those too short for any cut always are.
         max_document_tokens: longer documents are left out.
-        max_documents: at most so many documents of each bucket, the first ones that fit.
+        max_documents: the most documents of each bucket, the first ones that fit.
         add_special_tokens: whether tokenizing a text adds the tokenizer's special tokens; set it to what training did.
         bos: "tokenizer": a BOS stands where tokenizing a text puts it. "prefix": one more stands before every prefix,
             in addition to its tokens. "window": with a stride in characters, every window begins with one, which
@@ -187,7 +187,7 @@ class Sampling:
 
     @property
     def needed(self) -> int:
-        """The tokens of the shortest document that can be cut."""
+        """Tokens of the shortest document that can be cut."""
         if self.kind == "offsets":
             return max(window.end for window in self._cut_at_offsets())
         if self.kind == "sliding":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 T = TypeVar("T")
 
-PADDING = (8, 4)  # one column in so many may be padding, and one place of which logits are computed
+PADDING = (8, 4)  # one column of 8 may be padding, and one of 4 places with logits
 MOST_TOGETHER = 8  # batches in a unit
 _TOKENS = {"cpu": 4096, "cuda": 65536}  # in a batch: more of them make a device no faster
 # In a pass. A CPU multiplies as fast with a thousand tokens as with more, and what lies between the layers of more of
@@ -117,7 +117,7 @@ def fitting_batch_size(model, work_split: WorkSplit, *, longest: int, kept_logit
 
     Args:
         longest: tokens of the longest sample.
-        kept_logits: places of a row of which logits are computed.
+        kept_logits: places of a row at which logits are computed.
     """
     device = device_of(model)
     busy = min(_MOST_ROWS, _TOKENS.get(device.type, _TOKENS["cpu"]) // longest)

@@ -32,13 +32,13 @@ PREFIX = "eval_extraction_"  # trackers put what begins with eval_ into a group 
 
 
 class ExtractionCallback(TrainerCallback):
-    """Extraction on a probe set every so many steps, or with every evaluation.
+    """Extraction on a probe set every `every` steps, or with every evaluation.
 
     It logs `eval_extraction_<metric>` over all samples and `eval_extraction_<metric>_<bucket>x` for each bucket, if
     there are several, for each of LOGGED that is measured, and `eval_extraction_seconds`. With every evaluation these
     are among its metrics, too, so that `metric_for_best_model` may name one.
 
-    Training goes on as if nothing had been measured, to the bit: random states, the mode of every module and the
+    Training continues as if nothing had been measured, to the bit: random states, the mode of every module and the
     gradients are left as they were.
 
     Args:
@@ -46,7 +46,7 @@ class ExtractionCallback(TrainerCallback):
         samples: the probe set; the same on every rank.
         every: optimizer steps between two measurements; None: with every evaluation.
         at_start: also before the first step. Without `every` that is what `eval_on_start` is for.
-        generate: whether to decode, too, which ROUGE and near-verbatim need, and which takes longer.
+        generate: whether to decode as well, which ROUGE and near-verbatim need, and which takes longer.
         batch_size: samples in one forward pass on a rank.
         tokenizer: for ROUGE; by default the trainer's, if it is one.
     Raises:

@@ -43,7 +43,7 @@ class Decoder:
         self._waiting: list[_Request] = []
         self._live: list[_Request] = []
         self._cache = None
-        self._idle = 0  # places in the batch, step by step, that nobody used since the last copy
+        self._idle = 0  # places in the batch, step by step, that were unused since the last copy
 
     def add(self, key: int, row: Row, token: int, want: int) -> None:
         """Ask for `want` tokens, one or more, after `token`, which follows the tokens of `row`."""

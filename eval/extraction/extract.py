@@ -48,10 +48,10 @@ def extract(
         tokenizer: of the model, for the text that ROUGE and zlib compare; None leaves ROUGE and the texts out.
         samples: what to ask; the sample ids must differ. A `SampleFile` is read as it is needed, and its tokenizer
             must be the model's, if its about file names one.
-        output: directory for the run (files: see data/results.py). A run that was stopped goes on from there. None
+        output: directory for the run (files: see data/results.py). A run that was stopped is resumed. None
             keeps nothing.
         model_record: what identifies the model: `load_model(...).record`, or for a model of another origin a dict
-            with a `fingerprint` of your choice. Needed with `output`, so that a run never goes on with other weights.
+            with a `fingerprint` of your choice. Needed with `output`: a run is never resumed with other weights.
         batch_size: samples in one forward pass; "auto" finds one that fits into memory.
         generate: whether to decode, which the edit distance, ROUGE, the longest run and free-running accuracy need.
         stop_early: check the suffix chunk by chunk and drop a sample from the pass as soon as it has failed, to be
@@ -64,7 +64,7 @@ def extract(
         near_copies: also search for a lower bound of the probability of near copies, under the sampler.
         protocol: what the samples were made by (`Protocol.record`); run.json says line by line what the run does as
             was published, and what it does not.
-        left_out: how many `documents` they were made of, and what was left out by reason, for the record.
+        left_out: number of `documents` they were made of, and of those excluded by reason, for the record.
         confidence: of the intervals in summary.json.
         progress: show a progress bar with the rate and the time left on rank 0.
     Returns:

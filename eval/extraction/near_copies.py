@@ -35,7 +35,7 @@ class NearCopySearch:
 
     Args:
         edits: insertions, deletions and substitutions of tokens that a near copy may have.
-        beams: beginnings that are kept of each sample. The model reads at most so many tokens for one of a draw.
+        beams: beginnings that are kept of each sample. The model reads at most `beams` tokens for one of a draw.
     Raises:
         ValueError: fewer than 0 edits or 1 beam, or no whole numbers.
     """
@@ -131,7 +131,7 @@ def _expand_all(searches: Sequence["_Beginnings"], logprobs: Tensor) -> tuple[li
 
 
 class _Beginnings:
-    """The beginnings of near copies of one suffix that are kept, and what was found.
+    """Kept beginnings of near copies of one suffix, and the near copies found.
 
     `logprobs` [rows], `distances` [rows, S + 1] (D_t), `verbatim` [rows], whether a beginning is that of the suffix.
     `found[k]` is the log-probability of the near copies of exactly k edits.
@@ -156,7 +156,7 @@ class _Beginnings:
         return np.logaddexp.accumulate(self.found).tolist()
 
     def expand(self, logprobs: Tensor) -> list[tuple[int, int]]:
-        """Append a token to every row; returns the rows that go on, as (row before, token).
+        """Append a token to every row; returns the rows that continue, as (row before, token).
 
         All tokens that are not the suffix's near here have one distance, and the likeliest of them are enough.
 

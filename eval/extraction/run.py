@@ -1,4 +1,4 @@
-"""The driver of a run: it puts the samples to an asker, keeps the answers, and goes on where a run was stopped.
+"""The driver of a run: it puts the samples to an asker, keeps the answers, and resumes a run that was stopped.
 
 A model in this process or on a grid is an asker (runner.py), and so is a server (served/extract.py).
 """
@@ -59,7 +59,7 @@ class Asker(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return the asker's entries of run.json, in the order of the file; `settings` may change in a later start."""
+        """Return entries of run.json, in the order of the file; those of `settings` may change in a later start."""
 
     @abstractmethod
     def measure(self, samples: Sequence[Sample], done: set[int]) -> Iterator[list[SampleResult]]:

@@ -31,8 +31,8 @@ from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics.discoverability import Sampler
 
 
-# logits that are looked at together: on a CPU as many as its caches hold, on others so many that the float32 copies
-# stay small
+# logits that are read together: on a CPU as many as its caches hold, on others few enough that float32 copies stay
+# small
 _LOGITS_AT_ONCE = {"cpu": 2**20}
 _LOGITS_AT_ONCE_ELSEWHERE = 2**25
 _STATISTICS_AT_ONCE = 2**23

@@ -324,12 +324,12 @@ def is_degenerate(types: float | None, compressed: float | None) -> bool | None:
 def rouge(prediction: str, reference: str) -> dict[str, float | None]:
     """ROUGE-1, ROUGE-2 and ROUGE-L, F1, as package rouge-score computes them without stemming.
 
-    Of a reference without a-z and digits ROUGE says nothing, and the values are None; so is ROUGE-2 of a reference of
-    one word.
+    ROUGE is not defined for a reference without a-z and digits, and the values are None; so is ROUGE-2 for one of one
+    word.
 
     Args:
         prediction: what the model wrote.
-        reference: what was hoped for.
+        reference: the true suffix.
     Returns:
         `rouge1`, `rouge2`, `rougeL`, each between 0 and 1 or None.
     """

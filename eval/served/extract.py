@@ -58,10 +58,10 @@ def extract_served(
     The results have the fields of `extract`, with the same meaning. What the server leaves open is None: membership
     scores that need the full distribution, and `sampled_logprob` of a sample where more tokens than are known may
     equal the k-th most likely one. The weights cannot be read, so run.json says that there is no fingerprint; a run
-    goes on only if the server still gives the first sample the log-probabilities that were kept.
+    is resumed only if the server still gives the first sample the log-probabilities that were kept.
 
     Args:
-        backend: which answers.
+        backend: the server.
         tokenizer: of the model, for texts; the server's must give the same ids, where it says so.
         samples: as for `extract`.
         output: directory for the run; one that was stopped is resumed.
@@ -258,7 +258,7 @@ class _Asker(Asker):
                     if results := [future.result() for future in came if future.exception() is None]:
                         yield results
             finally:
-                if under_way:  # whoever read the results has stopped
+                if under_way:  # the reader of the results has stopped
                     self.backend.stop()
                     pool.shutdown(wait=False, cancel_futures=True)
         if failed is not None:
