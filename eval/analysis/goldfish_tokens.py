@@ -144,7 +144,7 @@ def _masks(samples: list[Sample], options: Mapping[str, Any]) -> list[np.ndarray
     """Compute the masks of suffixes, of samples of one length, as `TokenMasks.dropped`."""
     import torch
 
-    from hf_axonn.goldfish.mask import goldfish_mask
+    from hf_axonn import goldfish_mask
 
     tokens = torch.tensor([sample.prefix + sample.suffix for sample in samples])
     masks = goldfish_mask(tokens, **options).numpy().astype(np.int8)

@@ -78,7 +78,7 @@ def rerun(bundle: Bundle, samples: Sequence[Sample], places: Mapping[str, int], 
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory: name that of the model, for one of the hub its snapshot's.")
     start_distributed()
-    found = fingerprint(directory, WorkSplit.of(None))
+    found = fingerprint(directory, WorkSplit.for_model(None))
     prints = {name: str(record["identity"]["model_fingerprint"]) for name, record in bundle.records.items()}
     run = next((name for name in prints if prints[name] == found), None)
     if set(prints.values()) == {UNKNOWN}:
@@ -126,7 +126,7 @@ def _check_answers(
     if identity.get("sampler") != (sampler.text if sampler is not None else None):
         finding = f"the sampler of run {run!r} is {identity.get('sampler')!r}, but its settings {settings!r}"
         return [Check("answers", "contradicts", finding)]
-    drawn = WorkSplit.of(None).on_rank_zero(
+    drawn = WorkSplit.for_model(None).on_rank_zero(
         lambda: secrets.SystemRandom().sample(sorted(places), min(again.most, len(places)))
     )
     claimed = {result.sample_id: result for result in bundle.results[run] if result.sample_id in drawn}

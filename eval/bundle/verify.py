@@ -221,4 +221,4 @@ def _check_origin(made_by: Mapping[str, Any]) -> Check:
 
 def is_rank_zero() -> bool:
     """Return True on the process that prints the outcome."""
-    return WorkSplit.of(None).rank == 0
+    return WorkSplit.for_model(None).rank == 0

@@ -49,11 +49,11 @@ class Format:
 
     @property
     def space(self) -> int:
-        """How many different texts there are."""
+        """Number of different texts."""
         return prod(map(len, self._alphabets))
 
     def candidate(self, number: int) -> str:
-        """The text with this number, from 0 to space - 1."""
+        """Return the text with this number, from 0 to space - 1."""
         characters = []
         for alphabet in reversed(self._alphabets):
             number, digit = divmod(number, len(alphabet))
@@ -92,7 +92,7 @@ class CanarySet:
 
     @property
     def complete(self) -> bool:
-        """Whether the candidates are all texts of the format that are not canaries, so that ranks are exact."""
+        """True if the candidates are all texts of the format that are not canaries, so that ranks are exact."""
         return len(self.candidates) + len(self.canaries) == self.space
 
 
@@ -117,26 +117,26 @@ def make_canaries(
         )
     if each < 1 or candidates < 1:
         raise ValueError(f"each is {each} and candidates are {candidates}, but both must be at least 1.")
-    wanted = each * len(insertions)
-    if form.space <= wanted:
+    count = each * len(insertions)
+    if form.space <= count:
         raise ValueError(
-            f"there are only {form.space} texts like {format!r}, too few for {wanted} canaries and candidates to rank "
+            f"there are only {form.space} texts like {format!r}, too few for {count} canaries and candidates to rank "
             "them among: use longer fields."
         )
-    numbers = _different(random.Random(seed), form.space, min(wanted + candidates, form.space))
+    numbers = _different(random.Random(seed), form.space, min(count + candidates, form.space))
     texts = [form.candidate(number) for number in numbers]
-    counts = [count for count in insertions for _ in range(each)]
+    times = [number for number in insertions for _ in range(each)]
     canaries = (
-        Canary(canary_id=f"canary-{place}", text=text, insertions=count)
-        for place, (text, count) in enumerate(zip(texts, counts, strict=False), start=1)
+        Canary(canary_id=f"canary-{place}", text=text, insertions=number)
+        for place, (text, number) in enumerate(zip(texts, times, strict=False), start=1)
     )
     return CanarySet(
-        format=format, space=form.space, seed=seed, canaries=tuple(canaries), candidates=tuple(texts[wanted:])
+        format=format, space=form.space, seed=seed, canaries=tuple(canaries), candidates=tuple(texts[count:])
     )
 
 
 def interleave(rows: Iterable[T], extra: Sequence[T], *, total: int, seed: int) -> Iterator[T]:
-    """`rows` in their order, with `extra` in a random order at random places between them.
+    """Yield `rows` in their order, with `extra` in a random order at random places between them.
 
     Args:
         rows: as many as `total`; taken one after the other.
@@ -244,7 +244,7 @@ def read_canaries(directory: str | os.PathLike) -> CanarySet:
 
 
 def _different(generator: random.Random, space: int, count: int) -> list[int]:
-    """`count` different numbers below `space`, which may be larger than a range can be."""
+    """Draw `count` different numbers below `space`, which may be larger than a range can be."""
     if space < 2**62:
         return generator.sample(range(space), count)
     drawn: dict[int, None] = {}

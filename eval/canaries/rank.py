@@ -13,7 +13,7 @@ from hf_axonn_eval.metrics.exposure import SkewNormal, exposure, fit_skew_normal
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryRank:
-    """Where one canary stands.
+    """Rank of one canary.
 
     Args:
         canary_id: its name.
@@ -69,7 +69,7 @@ def rank_canaries(
 
     texts = [*(canary.text for canary in canaries.canaries), *canaries.candidates]
     tokens = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-    shared = _shared(tokens)
+    shared = _count_shared(tokens)
     if shared == 0:
         raise ValueError(
             "the texts of the canaries do not begin with the same token, and the first token of a text has no "
@@ -102,7 +102,7 @@ def rank_canaries(
                 nll=-logprobs[place],
                 rank=standing,
                 exposure=exposure(standing, len(others) + 1),
-                fitted_exposure=_fitted(logprobs[place], fit, canaries),
+                fitted_exposure=_fitted_exposure(logprobs[place], fit, canaries),
                 fit_p=fit.p if fit is not None else None,
                 fit_refused=refused,
             )
@@ -111,7 +111,7 @@ def rank_canaries(
 
 
 def exposure_by_insertions(ranked: Sequence[CanaryRank]) -> dict[int, dict[str, Any]]:
-    """By number of insertions: how many canaries, how many rank first, their mean, least and most exposure."""
+    """Summarize by number of insertions: canaries, those that rank first, their mean, least and most exposure."""
     groups: dict[int, list[CanaryRank]] = {}
     for some in sorted(ranked, key=lambda canary: canary.insertions):
         groups.setdefault(some.insertions, []).append(some)
@@ -128,7 +128,7 @@ def exposure_by_insertions(ranked: Sequence[CanaryRank]) -> dict[int, dict[str, 
 
 
 def ranking_record(ranked: Sequence[CanaryRank], canaries: CanarySet, model: dict[str, Any]) -> dict[str, Any]:
-    """What `canaries rank` writes.
+    """Return the content of the file that `canaries rank` writes.
 
     Args:
         ranked: of `rank_canaries`.
@@ -148,7 +148,7 @@ def ranking_record(ranked: Sequence[CanaryRank], canaries: CanarySet, model: dic
 
 
 def _fit(others: Sequence[float], canaries: CanarySet) -> tuple[SkewNormal | None, str | None]:
-    """The distribution of the candidates, or why there is none; neither if ranks are exact."""
+    """Fit a distribution to the candidates; returns it, or the reason for none, or neither if ranks are exact."""
     if canaries.complete:
         return None, None
     try:
@@ -157,14 +157,14 @@ def _fit(others: Sequence[float], canaries: CanarySet) -> tuple[SkewNormal | Non
         return None, str(error)
 
 
-def _fitted(logprob: float, fit: SkewNormal | None, canaries: CanarySet) -> float | None:
+def _fitted_exposure(logprob: float, fit: SkewNormal | None, canaries: CanarySet) -> float | None:
     if fit is None or not isfinite(logprob):
         return None
     return min(fit.exposure(logprob), log2(canaries.space))
 
 
-def _shared(tokens: Sequence[Sequence[int]]) -> int:
-    """How many tokens all of the lists begin with; each keeps at least one after them."""
+def _count_shared(tokens: Sequence[Sequence[int]]) -> int:
+    """Count the tokens that all of the lists begin with; each keeps at least one after them."""
     most = min(map(len, tokens)) - 1
     first = tokens[0]
     for place in range(max(most, 0)):

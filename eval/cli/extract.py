@@ -1,11 +1,13 @@
 """The command `extract`: ask one model for the suffixes."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_axonn_eval.cli.common import (
     add_model_options,
@@ -20,6 +22,9 @@ from hf_axonn_eval.cli.common import (
     show,
 )
 
+
+if TYPE_CHECKING:
+    from hf_axonn_eval.extraction.options import Options
 
 _KEY = "HF_AXONN_EVAL_SERVER_KEY"  # in the environment: a command line is recorded, and seen by other users
 _OF_WEIGHTS = ("grid", "dtype", "attn_implementation", "revision", "stop_early")
@@ -50,7 +55,7 @@ def add(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Say what will be measured, write a run directory, and show its table."""
-    from hf_axonn_eval.data.samples import SampleFile, about_file, counts, read_about
+    from hf_axonn_eval.data.samples import SampleFile, about_file, read_about
 
     # what is wrong is said before a model is loaded
     if arguments.generation and arguments.no_generation:
@@ -58,26 +63,20 @@ def run(arguments: argparse.Namespace) -> None:
     samples = SampleFile(arguments.samples)
     about = read_about(arguments.samples) or {}
     try:
-        options = _options(arguments, about.get("extract") or {})
+        options = _options(arguments, about)
     except (TypeError, AttributeError):
         raise ValueError(
             f"{about_file(arguments.samples)} is damaged: extract is {about['extract']!r}, not generate and sampler; "
             "remove the file, or write the samples again."
         ) from None
-    common = {
-        "output": arguments.output,
-        "membership": arguments.membership,
-        "protocol": about.get("protocol"),
-        "left_out": counts(about),
-        "confidence": arguments.confidence,
-    }
     if arguments.server is not None:
         _check_server(arguments, options)
     _announce(arguments, samples, about, options)
     if arguments.server is not None:
-        _show(_from_server(arguments, samples, options, common), arguments)
+        _show(_from_server(arguments, samples, options), arguments)
         return
-    from hf_axonn_eval.extraction.extract import check_tokenizer, extract
+    from hf_axonn_eval.extraction.extract import extract
+    from hf_axonn_eval.extraction.run import check_tokenizer
 
     loaded = load(
         arguments,
@@ -90,15 +89,14 @@ def run(arguments: argparse.Namespace) -> None:
         samples,
         model_record=loaded.record,
         batch_size=arguments.batch_size,
-        **common,
-        **options,
+        **vars(options),
     )
     if len(results):  # rank 0
         _show(results, arguments)
 
 
 def _announce(
-    arguments: argparse.Namespace, samples: Sequence[Any], about: Mapping[str, Any], options: Mapping[str, Any]
+    arguments: argparse.Namespace, samples: Sequence[Any], about: Mapping[str, Any], options: Options
 ) -> None:
     """Say what will be asked of what, and where it goes.
 
@@ -106,22 +104,21 @@ def _announce(
         ValueError: the output holds another run.
     """
     from hf_axonn_eval.data.results import RunDirectory
-    from hf_axonn_eval.extraction.run_record import identity_of
 
     path = Path(arguments.output)
     there = 0
     if path.exists():
-        there = RunDirectory(path).check(identity_of(samples, membership=arguments.membership, **options))
+        there = RunDirectory(path).check(options.identity(samples))
     first = samples[0]
     buckets = ", ".join(f"{count:,} of bucket {bucket}" for bucket, count in (about.get("buckets") or {}).items())
     protocol = (about.get("protocol") or {}).get("name")
     metrics = ["exact match"]
-    metrics += [] if options["stop_early"] else ["probability of the suffix"]
-    metrics += ["ROUGE and edit distance (by decoding)"] if options["generate"] else []
-    metrics += [f"probability of a draw ({options['sampler'].text})"] if options["sampler"] is not None else []
-    metrics += ["likelihood of the guesses"] if options["guesses"] else []
-    metrics += [f"near copies ({options['near_copies'].text})"] if options["near_copies"] is not None else []
-    metrics += ["membership scores"] if arguments.membership else []
+    metrics += [] if options.stop_early else ["probability of the suffix"]
+    metrics += ["ROUGE and edit distance (by decoding)"] if options.generate else []
+    metrics += [f"probability of a draw ({options.sampler.text})"] if options.sampler is not None else []
+    metrics += ["likelihood of the guesses"] if options.guesses else []
+    metrics += [f"near copies ({options.near_copies.text})"] if options.near_copies is not None else []
+    metrics += ["membership scores"] if options.membership else []
     say(f"model      {arguments.model}, {_where(arguments)}")
     say(
         f"samples    {len(samples):,} of {arguments.samples}{f': {buckets}' if buckets else ''}; the first has "
@@ -155,25 +152,23 @@ def _show(results: Sequence[Any], arguments: argparse.Namespace) -> None:
     say(f"    {shlex.join([*words, '--output', f'{os.path.normpath(arguments.output)}-report'])}")
 
 
-def _check_server(arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
+def _check_server(arguments: argparse.Namespace, options: Options) -> None:
     """Raise ValueError for an option that a model on a server cannot have, or has not."""
     given = [name for name in _OF_WEIGHTS if getattr(arguments, name) not in (None, False, "auto")]
     if given:
         raise ValueError(
             f"--server does not go with {', '.join(f'--{name}' for name in given)}: the server has loaded the model."
         )
-    if options["near_copies"] is not None:
+    if options.near_copies is not None:
         raise ValueError("--server does not go with --near_copies: a search is hundreds of requests a sample.")
     if arguments.tokenizer is None:
         raise ValueError("--server needs --tokenizer: texts are written with it, and its ids are checked.")
 
 
-def _from_server(
-    arguments: argparse.Namespace, samples: Any, options: Mapping[str, Any], common: Mapping[str, Any]
-) -> Sequence[Any]:
+def _from_server(arguments: argparse.Namespace, samples: Any, options: Options) -> Sequence[Any]:
     """The results of a model that a server holds."""
-    from hf_axonn_eval.extraction.extract import check_tokenizer
     from hf_axonn_eval.extraction.load_model import load_tokenizer
+    from hf_axonn_eval.extraction.run import check_tokenizer
     from hf_axonn_eval.served.completions import CompletionsBackend
     from hf_axonn_eval.served.extract import REQUESTS, extract_served
     from hf_axonn_eval.served.transport import JsonClient
@@ -181,15 +176,17 @@ def _from_server(
     tokenizer = load_tokenizer(arguments.tokenizer, trust_remote_code=arguments.trust_remote_code)
     check_tokenizer(tokenizer, samples)
     backend = CompletionsBackend(JsonClient(arguments.server, key=os.environ.get(_KEY)), arguments.model)
-    served = {key: value for key, value in options.items() if key not in ("stop_early", "near_copies")}
     requests = REQUESTS if arguments.batch_size == "auto" else arguments.batch_size
-    return extract_served(backend, tokenizer, samples, requests=requests, **served, **common)
+    return extract_served(backend, tokenizer, samples, requests=requests, **vars(options))
 
 
-def _options(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what to measure, by the command line or else by the samples' protocol, `defaults`."""
+def _options(arguments: argparse.Namespace, about: Mapping[str, Any]) -> Options:
+    """Return what to measure: as the command line says, or else as the protocol of the samples asks."""
+    from hf_axonn_eval.data.samples import counts
+    from hf_axonn_eval.extraction.options import Options
     from hf_axonn_eval.metrics.discoverability import Sampler
 
+    defaults = about.get("extract") or {}
     sampler = defaults.get("sampler") if arguments.sampler is None else _sampler(arguments.sampler)
     if arguments.stop_early and arguments.sampler is None:
         sampler = None
@@ -199,13 +196,18 @@ def _options(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> dict
         generate = defaults.get("generate", True)
         if not isinstance(generate, bool):
             raise TypeError
-    return {
-        "generate": generate,
-        "guesses": arguments.guesses or (defaults.get("guesses") is True and generate),
-        "stop_early": arguments.stop_early,
-        "sampler": Sampler(**sampler) if sampler is not None else None,
-        "near_copies": _near_copies(arguments.near_copies) if arguments.near_copies is not None else None,
-    }
+    return Options(
+        output=arguments.output,
+        generate=generate,
+        guesses=arguments.guesses or (defaults.get("guesses") is True and generate),
+        stop_early=arguments.stop_early,
+        sampler=Sampler(**sampler) if sampler is not None else None,
+        near_copies=_near_copies(arguments.near_copies) if arguments.near_copies is not None else None,
+        membership=arguments.membership,
+        protocol=about.get("protocol"),
+        left_out=counts(about),
+        confidence=arguments.confidence,
+    )
 
 
 def _near_copies(text: str) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 from hf_axonn_eval.cli.common import at_least_one, command, load_tokenizer, pick, run_name, say
 from hf_axonn_eval.data.chat import STYLES, ChatTemplate
 from hf_axonn_eval.data.contract import deviations
-from hf_axonn_eval.data.hub import pinned
-from hf_axonn_eval.data.protocols import PROTOCOLS, Protocol, changed_sampling, checked, protocol
+from hf_axonn_eval.data.hub import pin
+from hf_axonn_eval.data.protocols import PROTOCOLS, Protocol, changed_sampling, check_protocol, protocol
 from hf_axonn_eval.data.windows import BOS, COMBINE, KINDS, STRIDE_UNITS, Sampling
 
 
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.chat_template is not None and chosen is not None:
         raise ValueError("--chat_template does not go with --protocol: no protocol asks in a chat.")
     for paths in (arguments.documents, arguments.control):
-        paths[:] = map(pinned, paths)  # a branch on the Hub as the commit that it is now, to be read and recorded
+        paths[:] = map(pin, paths)  # a branch on the Hub as the commit that it is now, to be read and recorded
 
     from tqdm import tqdm
 
@@ -93,7 +93,8 @@ def run(arguments: argparse.Namespace) -> None:
     # on a terminal alone; TQDM_DISABLE=1 switches it off there, too
     documents = tqdm(all_documents(arguments), total=total, unit="document", dynamic_ncols=True, disable=None)
     samples = iter_samples(documents, sampling=sampling, tokenizer=tokenizer, tally=tally, drop=drop)
-    template = ChatTemplate.of(tokenizer, arguments.chat_template) if arguments.chat_template is not None else None
+    style = arguments.chat_template
+    template = ChatTemplate.from_tokenizer(tokenizer, style) if style is not None else None
     digest = write_samples(samples if template is None else template.around(samples, tokenizer), arguments.output)
     if chosen is None:
         record: dict[str, Any] = {"name": None, "source": None, "settings": sampling.settings(), "changed": []}
@@ -107,7 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
     _say_written(arguments, tally, digest)
     if chosen is not None:
         say(f"  protocol {chosen.name} ({chosen.source}), docs/protocols.md")
-        found = deviations((checked(record, {}) or {})["lines"])
+        found = deviations((check_protocol(record, {}) or {})["lines"])
         say(f"  these samples are {'not as published in' if found else 'as published'}{':' if found else ''}")
         for line in found:
             say(f"    {line}")

@@ -1,7 +1,7 @@
-"""Where the suffixes of samples are in the text of their document, in characters.
+"""Places of the suffixes of samples in the text of their document, in characters.
 
 Samples are in tokens. Their characters are found by tokenizing the document again, as `sampling` did, and every token
-of a sample is compared with what stands there: another text or tokenizer is an error, not another place.
+of a sample is compared with the token at its place: another text or tokenizer is an error, not another place.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from hf_axonn_eval.data.samples import Sample
 
 _AT_ONCE = 256  # windows that are tokenized together
 _BEFORE = (0, 1, 2)  # special tokens before a text
-_CHARACTERS_A_TOKEN = (
-    8  # of text that is tokenized for a window; more is tried if it does not give the window's tokens
-)
+_CHARACTERS_A_TOKEN = 8  # of text that is tokenized for a window; more if these do not give the window's tokens
 
 
 class Span(NamedTuple):
@@ -36,13 +34,13 @@ class _Text(NamedTuple):
 
 
 def first_character(sample: Sample) -> int | None:
-    """Where a window that slides over characters begins in its document; None for samples cut at tokens."""
+    """Return the first character of a window that slides over characters; None for a sample cut at tokens."""
     name = sample.sample_id.removeprefix(f"{sample.document_id}@")
     return int(name[:-1]) if re.fullmatch(r"\d+c", name, re.ASCII) else None
 
 
 def suffix_spans(text: str, samples: Sequence[Sample], tokenizer: Any) -> list[Span]:
-    """Where samples of one document are in its text.
+    """Find the samples of one document in its text.
 
     A suffix begins where the token before it ends, so that suffixes side by side leave no gap where a tokenizer counts
     no space to its tokens. A character of which the prefix has some bytes and the suffix the others is the suffix's.
@@ -63,7 +61,7 @@ def suffix_spans(text: str, samples: Sequence[Sample], tokenizer: Any) -> list[S
     for number, sample in enumerate(samples):
         (at_tokens if first_character(sample) is None else sliding).append(number)
     if at_tokens:
-        (whole,) = _tokenized(tokenizer, [text])
+        (whole,) = _tokenize(tokenizer, [text])
         before = _tokens_before(whole, [samples[number] for number in at_tokens], special)
         for number in at_tokens:
             sample = samples[number]
@@ -75,7 +73,7 @@ def suffix_spans(text: str, samples: Sequence[Sample], tokenizer: Any) -> list[S
             windows = [samples[number] for number in numbers]
             starts = [first_character(sample) or 0 for sample in windows]
             ends = [start + characters * _length(sample) for start, sample in zip(starts, windows, strict=True)]
-            pieces = _tokenized(tokenizer, [text[start:end] for start, end in zip(starts, ends, strict=True)])
+            pieces = _tokenize(tokenizer, [text[start:end] for start, end in zip(starts, ends, strict=True)])
             left = []
             for number, sample, start, end, piece in zip(numbers, windows, starts, ends, pieces, strict=True):
                 first = _first_token(piece, sample, special)
@@ -90,7 +88,7 @@ def suffix_spans(text: str, samples: Sequence[Sample], tokenizer: Any) -> list[S
     return [places[number] for number in range(len(samples))]
 
 
-def _tokenized(tokenizer: Any, texts: list[str]) -> list[_Text]:
+def _tokenize(tokenizer: Any, texts: list[str]) -> list[_Text]:
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [_Text(*each) for each in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)]
 
@@ -100,12 +98,12 @@ def _length(sample: Sample) -> int:
 
 
 def _first_token(piece: _Text, sample: Sample, special: set[int]) -> int | None:
-    """Minus the number of special tokens that a window has before those of its text; None: it has other tokens."""
+    """Return minus the number of special tokens that a window has before those of its text; None: other tokens."""
     return next((-before for before in _BEFORE if _fits(piece, sample, -before, special)), None)
 
 
 def _tokens_before(whole: _Text, samples: Sequence[Sample], special: set[int]) -> int:
-    """How many special tokens samples have or count before tokens of the text: the least number that fits all."""
+    """Count the special tokens that samples have before tokens of the text: the least number that fits all."""
     for before in _BEFORE:
         if all(_fits(whole, sample, sample.offset - before, special) for sample in samples):
             return before
@@ -113,12 +111,12 @@ def _tokens_before(whole: _Text, samples: Sequence[Sample], special: set[int]) -
 
 
 def _leading(sample: Sample, special: set[int]) -> int:
-    """With how many special tokens a sample begins: a BOS may stand before tokens from the middle of a document."""
+    """Count the special tokens a sample begins with: a BOS may stand before tokens from the middle of a document."""
     return next((place for place, token in enumerate(sample.prefix) if token not in special), len(sample.prefix))
 
 
 def _fits(piece: _Text, sample: Sample, first: int, special: set[int]) -> bool:
-    """Whether, with its first token put at the `first`-th of the piece, the sample has the tokens of the piece.
+    """Compare a sample, its first token put at the `first`-th of the piece, with the tokens of the piece.
 
     Special tokens at its beginning, and those beyond the end of the piece, stand for no text.
     """

@@ -29,13 +29,13 @@ _STANDS_FOR_PREFIX = "HERESTANDSTHEPREFIX"
 
 @dataclass
 class ChatTemplate:
-    """What a chat template writes around a prefix.
+    """Text and ids that a chat template writes around a prefix.
 
     Args:
         style: one of STYLES.
         sha256: of the template, in hex.
         before: text before the prefix.
-        after: text after it, up to where the model goes on.
+        after: text after it, up to where the model continues.
         before_ids: its token ids.
         after_ids: likewise.
         bos: id that samples may begin with; the template writes its own, so it is left out there. None: there is none.
@@ -52,8 +52,8 @@ class ChatTemplate:
     other_ids: int = field(default=0, compare=False)
 
     @classmethod
-    def of(cls, tokenizer: Any, style: str) -> ChatTemplate:
-        """The template of a tokenizer.
+    def from_tokenizer(cls, tokenizer: Any, style: str) -> ChatTemplate:
+        """Take the template of a tokenizer.
 
         Raises:
             ValueError: an unknown style, no template, or one that does not write what it is given.
@@ -88,7 +88,7 @@ class ChatTemplate:
         )
 
     def around(self, samples: Iterable[Sample], tokenizer: Any) -> Iterator[Sample]:
-        """The samples with the template's tokens around their prefixes; ids, suffix and all else stay.
+        """Yield the samples with the template's tokens around their prefixes; ids, suffix and all else stay.
 
         Raises:
             ValueError: a sample's prefix is nothing but BOS.
@@ -99,14 +99,14 @@ class ChatTemplate:
                 raise ValueError(
                     f"the prefix of sample {sample.sample_id!r} is BOS alone, which is no text for a chat."
                 )
-            asked = (*self.before_ids, *prefix, *self.after_ids)
+            prompt = (*self.before_ids, *prefix, *self.after_ids)
             text = tokenizer.decode(list(prefix), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            self.other_ids += _ids(tokenizer, self.before + text + self.after) != asked
-            yield replace(sample, prefix=asked)
+            self.other_ids += _ids(tokenizer, self.before + text + self.after) != prompt
+            yield replace(sample, prefix=prompt)
 
     def record(self) -> dict[str, Any]:
-        """For the record of the samples: `style`, `sha256` of the template, `before` and `after` as they were written
-        (a template may write today's date), and how many samples have `other_ids`."""
+        """Return the entries for the record of the samples: `style`, `sha256` of the template, `before` and `after` as
+        they were written (a template may write today's date), and the number of samples with `other_ids`."""
         return {
             "style": self.style,
             "sha256": self.sha256,

@@ -1,4 +1,4 @@
-"""The lines of a published protocol, and which of them a run meets.
+"""Lines of a published protocol, and the check of a run against them.
 
 A protocol is a file, published/NAME.toml. Each of its lines says what was published and where that is written, and how
 it is checked here:
@@ -61,29 +61,31 @@ class Line:
         if unknown:
             raise ValueError(f"line {self.what!r} requires {unknown[0]!r}; there are {', '.join(CHECKS)}.")
 
-    def checked(self, facts: Facts) -> dict[str, str]:
-        """The line as records keep it: `line`, `published`, `state` and, where that is not met, `here`."""
-        state, here = self._found(facts)
+    def check(self, facts: Facts) -> dict[str, str]:
+        """Return the line as records keep it: `line`, `published`, `state` and, where that is not met, `here`."""
+        state, here = self._judge(facts)
         entry = {"line": self.what, "published": self.published, "state": state}
         return entry | ({"here": here} if here else {})
 
-    def _found(self, facts: Facts) -> tuple[str, str]:
+    def _judge(self, facts: Facts) -> tuple[str, str]:
         if self.differs is not None:
             return DEVIATION, self.differs
         if self.unchecked is not None:
             return UNCHECKED, self.unchecked
-        findings = [_sampled(self.sampling, facts)] if self.sampling else []
-        findings += [_asked(self.extract, facts)] if self.extract else []
-        findings += [_required(name, wanted, facts) for name, wanted in self.require.items()]
+        findings = [_compare_sampling(self.sampling, facts)] if self.sampling else []
+        findings += [_compare_extract(self.extract, facts)] if self.extract else []
+        findings += [_require(name, expected, facts) for name, expected in self.require.items()]
         for state in (DEVIATION, UNCHECKED, OPEN):
-            told = [here for found, here in findings if found == state]
-            if told:
-                return state, "; ".join(dict.fromkeys(told))
+            reasons = [here for found, here in findings if found == state]
+            if reasons:
+                return state, "; ".join(dict.fromkeys(reasons))
         return MET, ""
 
 
-def changed(settings: Mapping[str, Any], published: Mapping[str, Any], lines: Sequence[Line]) -> list[dict[str, str]]:
-    """A line, as records keep it, for each setting that is not the published one and that no line checks."""
+def list_changes(
+    settings: Mapping[str, Any], published: Mapping[str, Any], lines: Sequence[Line]
+) -> list[dict[str, str]]:
+    """Return a line, as records keep it, for each setting that is not the published one and that no line checks."""
     named = {name for line in lines if line.unchecked is None for name in line.sampling}
     return [
         {"line": f"setting {name}", "published": _short(published[name]), "state": DEVIATION, "here": _short(value)}
@@ -93,7 +95,7 @@ def changed(settings: Mapping[str, Any], published: Mapping[str, Any], lines: Se
 
 
 def deviations(lines: Sequence[Mapping[str, str]]) -> list[str]:
-    """The lines that are not met, each as "line: published X, here Y"."""
+    """Return the lines that are not met, each as "line: published X, here Y"."""
     return [
         f"{line['line']}: published {line['published']}, here {line['here']}"
         for line in lines
@@ -101,11 +103,11 @@ def deviations(lines: Sequence[Mapping[str, str]]) -> list[str]:
     ]
 
 
-def closed(lines: Sequence[Mapping[str, str]], facts: Facts) -> list[dict[str, str]]:
-    """The lines of a record, with those decided that the results decide.
+def close_lines(lines: Sequence[Mapping[str, str]], facts: Facts) -> list[dict[str, str]]:
+    """Return the lines of a record, with those decided that the results decide.
 
     Args:
-        lines: as `Line.checked` gives them.
+        lines: of `Line.check`.
         facts: those of BY_RESULTS that are known.
     """
     count = facts.get("eos_generated")
@@ -118,64 +120,57 @@ def closed(lines: Sequence[Mapping[str, str]], facts: Facts) -> list[dict[str, s
     return decided
 
 
-def _sampled(wanted: Mapping[str, Any], facts: Facts) -> tuple[str, str]:
+def _compare_sampling(expected: Mapping[str, Any], facts: Facts) -> tuple[str, str]:
     if facts.get("settings") is None:
         return UNCHECKED, "the samples do not say how they were cut"
     settings = _DEFAULTS | dict(facts["settings"])  # an earlier version knew fewer, and did as these say
-    other = {name: settings.get(name) for name, value in wanted.items() if settings.get(name) != _plain(value, name)}
+    other = {name: settings.get(name) for name, value in expected.items() if settings.get(name) != _plain(value, name)}
     return (DEVIATION, _settings(other)) if other else (MET, "")
 
 
-def _asked(wanted: Mapping[str, Any], facts: Facts) -> tuple[str, str]:
+def _compare_extract(expected: Mapping[str, Any], facts: Facts) -> tuple[str, str]:
     other = {}
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if name not in facts:
             return OPEN, "until a model is asked"
-        mine = facts[name]
-        if name == "sampler" and mine is not None:
-            mine = {key: mine.get(key) for key in _SAMPLER}
-        if mine != ({key: value.get(key) for key in _SAMPLER} if name == "sampler" else value):
-            other[name] = mine
+        here = facts[name]
+        if name == "sampler" and here is not None:
+            here = {key: here.get(key) for key in _SAMPLER}
+        if here != ({key: value.get(key) for key in _SAMPLER} if name == "sampler" else value):
+            other[name] = here
     return (DEVIATION, _settings(other)) if other else (MET, "")
 
 
-def _required(name: str, wanted: Any, facts: Facts) -> tuple[str, str]:
+def _require(name: str, expected: Any, facts: Facts) -> tuple[str, str]:
     try:
-        return CHECKS[name](wanted, facts)
+        return CHECKS[name](expected, facts)
     except KeyError as missing:
         if missing.args[0] in (*BY_RESULTS, *OF_A_RUN):
             return OPEN, _WAITS if missing.args[0] in BY_RESULTS else "until a model is asked"
         return UNCHECKED, "the samples do not say"
 
 
-def _prefix_tokens(wanted: int, facts: Facts) -> tuple[str, str]:
-    return _lengths(wanted, facts["prefix_tokens"])
-
-
-def _suffix_tokens(wanted: int, facts: Facts) -> tuple[str, str]:
-    return _lengths(wanted, facts["suffix_tokens"])
-
-
-def _lengths(wanted: int, found: Mapping[str, int]) -> tuple[str, str]:
-    if found["least"] == found["most"] == wanted:
+def _lengths(expected: int, found: Mapping[str, int]) -> tuple[str, str]:
+    if found["least"] == found["most"] == expected:
         return MET, ""
     return DEVIATION, f"{found['least']:,} to {found['most']:,} tokens"
 
 
-def _documents(wanted: int, facts: Facts) -> tuple[str, str]:
-    other = {bucket: count for bucket, count in facts["documents_used"].items() if count != wanted}
-    return (DEVIATION, f"{_by_bucket(other)}") if other else (MET, "")
+def _documents(expected: int, facts: Facts) -> tuple[str, str]:
+    other = {bucket: count for bucket, count in facts["documents_used"].items() if count != expected}
+    text = ", ".join(f"{count:,} documents of bucket {bucket}" for bucket, count in other.items())
+    return (DEVIATION, text) if other else (MET, "")
 
 
-def _buckets(wanted: Sequence[int], facts: Facts) -> tuple[str, str]:
+def _buckets(expected: Sequence[int], facts: Facts) -> tuple[str, str]:
     found = sorted(map(int, facts["documents_used"]))
-    return (MET, "") if found == sorted(wanted) else (DEVIATION, f"buckets {', '.join(map(str, found))}")
+    return (MET, "") if found == sorted(expected) else (DEVIATION, f"buckets {', '.join(map(str, found))}")
 
 
-def _bos(wanted: str, facts: Facts) -> tuple[str, str]:
+def _bos(expected: str, facts: Facts) -> tuple[str, str]:
     """ "first": every prefix begins with the BOS, if the tokenizer has one; "none": none does."""
     has_one, count, samples = facts["has_bos"], facts["begin_with_bos"], facts["samples"]
-    if count == (0 if wanted == "none" or not has_one else samples):
+    if count == (0 if expected == "none" or not has_one else samples):
         return MET, ""
     return DEVIATION, f"{count:,} of {samples:,} prefixes begin with a BOS"
 
@@ -195,35 +190,35 @@ def _none_left_out(reasons: Sequence[str], facts: Facts) -> tuple[str, str]:
     return (DEVIATION, _settings(counts)) if counts else (MET, "")
 
 
-def _one_document(wanted: bool, facts: Facts) -> tuple[str, str]:
+def _one_document(expected: bool, facts: Facts) -> tuple[str, str]:
     """Samples with equal tokens were only looked for within a document."""
     count = facts["duplicates_of_other_documents"]
     return (DEVIATION, f"{count:,} left out that another document has") if count else (MET, "")
 
 
-def _known(wanted: Mapping[str, int], facts: Facts) -> tuple[str, str]:
-    """Of the documents to drop, all of a version, the part of the id before the first stroke, were found."""
+def _known_dropped(expected: Mapping[str, int], facts: Facts) -> tuple[str, str]:
+    """All documents to drop of a version, the part of the id before the first stroke, were found."""
     found = facts["known_dropped"]
     if not any(found.values()):
         return UNCHECKED, "no document has one of these ids"
-    partial = {version: count for version, count in found.items() if count and count != wanted[version]}
-    told = ", ".join(f"{count} of {wanted[version]} of {version}" for version, count in partial.items())
-    return (DEVIATION, f"dropped {told}") if partial else (MET, "")
+    partial = {version: count for version, count in found.items() if count and count != expected[version]}
+    text = ", ".join(f"{count} of {expected[version]} of {version}" for version, count in partial.items())
+    return (DEVIATION, f"dropped {text}") if partial else (MET, "")
 
 
-def _dtype(wanted: str | Mapping[str, Any], facts: Facts) -> tuple[str, str]:
+def _dtype(expected: str | Mapping[str, Any], facts: Facts) -> tuple[str, str]:
     """A name; or `default` and by name of another dtype the families that have it."""
-    mine, family = facts["dtype"], facts["family"]
-    if mine is None or family is None:
+    dtype, family = facts["dtype"], facts["family"]
+    if dtype is None or family is None:
         return UNCHECKED, "the model does not say its dtype, or what it is"
-    if isinstance(wanted, Mapping):
-        others = (dtype for dtype, whose in wanted.items() if dtype != "default" and family.startswith(tuple(whose)))
-        wanted = next(others, wanted["default"])
-    return (MET, "") if mine == wanted else (DEVIATION, str(mine))
+    if isinstance(expected, Mapping):
+        others = (name for name, whose in expected.items() if name != "default" and family.startswith(tuple(whose)))
+        expected = next(others, expected["default"])
+    return (MET, "") if dtype == expected else (DEVIATION, str(dtype))
 
 
-def _eos_banned(wanted: bool, facts: Facts) -> tuple[str, str]:
-    """Without an EOS among the first choices it makes no difference that it could have been one."""
+def _eos_banned(expected: bool, facts: Facts) -> tuple[str, str]:
+    """No EOS is among the first choices, so it makes no difference that one could have been."""
     if facts["generate"] is False:
         return MET, ""
     if not facts["eos"]:
@@ -232,7 +227,7 @@ def _eos_banned(wanted: bool, facts: Facts) -> tuple[str, str]:
     return (DEVIATION, _eos(count)) if count else (MET, "")
 
 
-def _eos_ends(wanted: bool, facts: Facts) -> tuple[str, str]:
+def _eos_ends(expected: bool, facts: Facts) -> tuple[str, str]:
     """The metrics up to the EOS are those of a generation that ends there, if it is known and ends no true suffix."""
     if not facts["eos"]:
         return UNCHECKED, "neither the model nor its tokenizer names an EOS"
@@ -240,11 +235,11 @@ def _eos_ends(wanted: bool, facts: Facts) -> tuple[str, str]:
     return (DEVIATION, f"{count:,} suffixes go on after an EOS") if count else (MET, "")
 
 
-def _decoded(wanted: bool, facts: Facts) -> tuple[str, str]:
+def _decoding(expected: bool, facts: Facts) -> tuple[str, str]:
     return (MET, "") if facts["generate"] else (DEVIATION, "nothing was decoded")
 
 
-def _probabilities(wanted: bool, facts: Facts) -> tuple[str, str]:
+def _probabilities(expected: bool, facts: Facts) -> tuple[str, str]:
     return (DEVIATION, "no log-probabilities") if facts["stop_early"] else (MET, "")
 
 
@@ -272,27 +267,23 @@ def _short(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _by_bucket(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} documents of bucket {bucket}" for bucket, count in counts.items())
-
-
 _DEFAULTS = {field.name: _plain(field.default, field.name) for field in fields(Sampling)}
 _SAMPLER = ("temperature", "top_k", "top_p")
 _WAITS = "until the samples are answered"
 OF_A_RUN = ("dtype", "family", "generate", "guesses", "sampler", "stop_early", "eos")
 CHECKS: dict[str, Callable[[Any, Facts], tuple[str, str]]] = {
-    "prefix_tokens": _prefix_tokens,
-    "suffix_tokens": _suffix_tokens,
+    "prefix_tokens": lambda expected, facts: _lengths(expected, facts["prefix_tokens"]),
+    "suffix_tokens": lambda expected, facts: _lengths(expected, facts["suffix_tokens"]),
     "documents_of_a_bucket": _documents,
     "buckets": _buckets,
     "bos": _bos,
     "bos_by_hand": _bos_by_hand,
     "none_left_out": _none_left_out,
     "duplicates_within_documents": _one_document,
-    "known_dropped": _known,
+    "known_dropped": _known_dropped,
     "dtype": _dtype,
     "eos_banned": _eos_banned,
     "eos_ends": _eos_ends,
-    "decoded": _decoded,
+    "decoded": _decoding,
     "probabilities": _probabilities,
 }

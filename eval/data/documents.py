@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn_eval.data.hub import PREFIX, hub_rows
-from hf_axonn_eval.data.jsonl import decoded, json_lines
+from hf_axonn_eval.data.jsonl import decode_utf8, json_lines
 
 
 TEXT, PARQUET, JSONL = (".txt", ".text", ".md"), (".parquet",), (".jsonl", ".ndjson", ".json")
@@ -58,12 +58,12 @@ def iter_documents(
                 )
             yield {**fixed, "id": name, "text": row}
             continue
-        wanted = {**keys}
+        names = {**keys}
         if isinstance(row, Mapping) and row.get("input_ids") is not None:
-            del wanted["text"]
-            wanted["input_ids"] = "input_ids"
-        order = [field for field in ("id", "bucket", "text", "input_ids") if field in wanted]
-        missing = [wanted[field] for field in order if not isinstance(row, Mapping) or wanted[field] not in row]
+            del names["text"]
+            names["input_ids"] = "input_ids"
+        order = [field for field in ("id", "bucket", "text", "input_ids") if field in names]
+        missing = [names[field] for field in order if not isinstance(row, Mapping) or names[field] not in row]
         if missing:
             raise ValueError(
                 f"{place} has no field {', '.join(map(repr, missing))}. Name the fields with --id_key, --text_key and "
@@ -71,7 +71,7 @@ def iter_documents(
                 "--number_documents."
             )
         numbered = {"id": name} if id_key is None else {}
-        yield {**fixed, **numbered, **{field: row[wanted[field]] for field in order}}
+        yield {**fixed, **numbered, **{field: row[names[field]] for field in order}}
     if not found:
         raise ValueError(f"{path} holds no documents.")
 
@@ -101,12 +101,12 @@ def count_documents(path: str | os.PathLike) -> int | None:
 
 
 def read_documents(path: str | os.PathLike, **options: Any) -> list[dict[str, Any]]:
-    """All of `iter_documents`, with the same arguments, in a list."""
+    """Return all of `iter_documents`, with the same arguments, in a list."""
     return list(iter_documents(path, **options))
 
 
 def _rows(place: str | os.PathLike[str], fields: list[str], split: str | None) -> Iterator[tuple[str, str, Any]]:
-    """What the files hold: an id made of the place, the place in words, and a text or a mapping."""
+    """Yield of each document an id made of its place, the place in words, and a text or a mapping."""
     if isinstance(place, str) and place.startswith(PREFIX):
         yield from hub_rows(place, fields, split)
         return
@@ -136,7 +136,7 @@ def _file(path: Path, name: str, fields: list[str]) -> Iterator[tuple[str, str, 
     elif path.suffix.lower() in TEXT:
         if not path.is_file():
             raise ValueError(f"{path} is not a file.")
-        yield name, str(path), decoded(path.read_bytes(), str(path)).removeprefix("\ufeff")
+        yield name, str(path), decode_utf8(path.read_bytes(), str(path)).removeprefix("\ufeff")
     else:
         for number, _, value in json_lines(path):
             yield f"{name}:{number}", f"{path}, line {number}", value
@@ -180,8 +180,8 @@ def _dataset(path: Path, fields: list[str], split: str | None) -> Iterator[tuple
         raise ValueError(f"{path} is a damaged dataset: {error}") from error
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
-            asked = "name one of its splits" if split is None else f"there is no split {split!r}"
-            raise ValueError(f"{path}: {asked} with split=... (--split): {', '.join(map(str, dataset))}.")
+            remedy = "name one of its splits" if split is None else f"there is no split {split!r}"
+            raise ValueError(f"{path}: {remedy} with split=... (--split): {', '.join(map(str, dataset))}.")
         dataset = dataset[split]
     elif split is not None:
         raise ValueError(f"{path} has no splits, so there is no split {split!r}.")

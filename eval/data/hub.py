@@ -24,8 +24,8 @@ class HubDataset(NamedTuple):
     revision: str | None = None
 
     @classmethod
-    def of(cls, text: str) -> HubDataset:
-        """What a text such as hub:owner/name/config@main names.
+    def parse(cls, text: str) -> HubDataset:
+        """Make it from a text such as hub:owner/name/config@main.
 
         Raises:
             ValueError: it does not look like this.
@@ -40,8 +40,8 @@ class HubDataset(NamedTuple):
         revision = f"@{self.revision}" if self.revision is not None else ""
         return f"{PREFIX}{self.name}{config}{revision}"
 
-    def pinned(self) -> HubDataset:
-        """The same at the commit that its revision, or else its main branch, is now.
+    def pin(self) -> HubDataset:
+        """Return the same data set at the commit that its revision, or else its main branch, is now.
 
         Raises:
             ValueError: there is no such data set or revision, or the Hub cannot be reached.
@@ -69,17 +69,17 @@ class HubDataset(NamedTuple):
         return self._replace(revision=commit)
 
 
-def pinned(path: str) -> str:
-    """A path as it is, or with `hub:` the same data set at the commit that it is now.
+def pin(path: str) -> str:
+    """Return a path as it is, or with `hub:` the same data set at its commit of now.
 
     Raises:
-        ValueError: as `HubDataset.pinned`.
+        ValueError: see `HubDataset.pin`.
     """
-    return str(HubDataset.of(path).pinned()) if path.startswith(PREFIX) else path
+    return str(HubDataset.parse(path).pin()) if path.startswith(PREFIX) else path
 
 
 def hub_rows(text: str, fields: Sequence[str], split: str | None) -> Iterator[tuple[str, str, Any]]:
-    """The rows of a data set, as documents.py has them: an id made of the place, the place in words, a mapping.
+    """Yield the rows of a data set: an id made of the place, the place in words, and a mapping (documents.py).
 
     Args:
         text: hub:OWNER/NAME/CONFIG@REVISION.
@@ -92,15 +92,15 @@ def hub_rows(text: str, fields: Sequence[str], split: str | None) -> Iterator[tu
         import datasets
     except ImportError as error:
         raise ValueError(f"{text} needs the package datasets: pip install 'hf_axonn[data]'.") from error
-    source = HubDataset.of(text).pinned()
+    source = HubDataset.parse(text).pin()
     given = {"revision": source.revision}
     try:
         splits = datasets.get_dataset_split_names(source.name, source.config, **given)
         if split is None and len(splits) == 1:
             split = splits[0]
         if split is None or split not in splits:
-            asked = "name one of its splits" if split is None else f"there is no split {split!r}"
-            raise ValueError(f"{asked} with split=... (--split): {', '.join(splits)}.")
+            remedy = "name one of its splits" if split is None else f"there is no split {split!r}"
+            raise ValueError(f"{remedy} with split=... (--split): {', '.join(splits)}.")
         rows = datasets.load_dataset(source.name, source.config, split=split, streaming=True, **given)
         if rows.features is not None:
             columns = [column for column in dict.fromkeys(fields) if column in rows.features]

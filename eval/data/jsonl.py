@@ -21,7 +21,7 @@ LARGE = 2**53  # a float cannot count to it, and neither can many readers of JSO
 
 
 class Line(NamedTuple):
-    """A line of a file: its number from 1 on, the byte it begins at, and what it says."""
+    """A line of a file: its number from 1 on, the byte it begins at, and its value."""
 
     number: int
     start: int
@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
 
 def json_lines(path: str | os.PathLike[str]) -> Iterator[Line]:
-    """The lines of a file one after the other; empty ones are passed over.
+    """Yield the lines of a file one after the other; empty ones are skipped.
 
     Raises:
         ValueError: there is no such file, or a line is not UTF-8 or not JSON.
@@ -41,7 +41,7 @@ def json_lines(path: str | os.PathLike[str]) -> Iterator[Line]:
         for number, line in enumerate(file, start=1):
             content = line.removeprefix(BOM) if number == 1 else line
             if content.strip():
-                text = decoded(content, f"{path}, line {number}", before=start + len(line) - len(content))
+                text = decode_utf8(content, f"{path}, line {number}", before=start + len(line) - len(content))
                 try:
                     value = json.loads(text)
                 except (ValueError, RecursionError) as error:
@@ -70,8 +70,8 @@ def made_of(kind: type[T], entry: object) -> T:
     return kind(**entry)
 
 
-def decoded(content: bytes, place: str, *, before: int = 0) -> str:
-    """The text of some bytes.
+def decode_utf8(content: bytes, place: str, *, before: int = 0) -> str:
+    """Decode bytes as UTF-8.
 
     Args:
         content: the bytes.
@@ -90,12 +90,12 @@ def decoded(content: bytes, place: str, *, before: int = 0) -> str:
 
 
 class LineFile(Sequence[T]):
-    """The lines of a file as a sequence of what they say, read when they are asked for: a million of them take 8 MB.
+    """Lines of a file as a sequence of values, read when they are asked for: a million of them take 8 MB of memory.
 
     Args:
         path: the file.
         starts: the byte that each line begins at, in the order of the sequence.
-        parse: what a line says.
+        parse: gives the value of a line.
     """
 
     def __init__(self, path: Path, starts: Iterable[int], parse: Callable[[bytes], T]) -> None:
@@ -128,7 +128,7 @@ class LineFile(Sequence[T]):
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when it is complete; an error leaves what was there before."""
+    """Open a new file that takes the place of `path` when it is complete; an error leaves the file that was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     try:
@@ -140,7 +140,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def json_text(content: Any) -> str:
-    """Content as the text of a JSON file, in which infinities are "inf" and "-inf", and what is no number is null."""
+    """Return content as the text of a JSON file, in which infinities are "inf" and "-inf", and NaN is null."""
     return json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
 
 
@@ -149,11 +149,11 @@ def _finite(content: Any) -> Any:
         return {key: _finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return [_finite(value) for value in content]
-    return None if isinstance(content, float) and isnan(content) else quoted(content)
+    return None if isinstance(content, float) and isnan(content) else quote_infinity(content)
 
 
-def quoted(number: Any) -> Any:
-    """A number for JSON: the text of an infinite one, and else the number itself."""
+def quote_infinity(number: Any) -> Any:
+    """Return a number for JSON: the text of an infinite one, and else the number itself."""
     return str(number) if isinstance(number, float) and isinf(number) else number
 
 
@@ -164,5 +164,5 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def is_count(value: object, *, least: int = 0) -> bool:
-    """Whether a value is a whole number of at least `least`."""
+    """Return whether a value is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,5 +1,5 @@
-"""What a file or a directory is, by its first line or the files in it, so that one that is given in the place of
-another is named before anything is read. Each option says what it takes (cli/common.py, `command`).
+"""Kinds of files and directories, recognized by their first line or the files in them: one that is given in the place
+of another is named before anything is read. Each option declares the kind it takes (cli/common.py, `command`).
 """
 
 import json
@@ -104,7 +104,7 @@ def check_kind(path: str | os.PathLike[str], expected: str, option: str) -> None
     """Refuse what is certainly something else.
 
     Args:
-        path: what was given; nothing there, or nothing that is known, is left to whoever reads it.
+        path: what was given; nothing there, or nothing that is known, is left to the reader.
         expected: a kind of _WHAT.
         option: for which it was given.
     Raises:

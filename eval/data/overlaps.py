@@ -1,4 +1,4 @@
-"""Which documents of different buckets share text: a control that is nearly a member is no control.
+"""Documents of different buckets that share text: a control that is nearly a member is no control.
 
     the set of a document   its runs of n words (or token ids), each as a 64-bit hash
     Jaccard                 shared / all of both                    near-identical documents
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
-from hf_axonn_eval.data.jsonl import decoded, replacing
+from hf_axonn_eval.data.jsonl import decode_utf8, replacing
 from hf_axonn_eval.data.sampling import document_identity
 
 
@@ -52,7 +52,7 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Overlaps:
-    """What `find_overlaps` found.
+    """Result of `find_overlaps`.
 
     Args:
         settings: n, least, one_in, and whether runs are of "words" or "ids".
@@ -72,8 +72,7 @@ class Overlaps:
     drop: list[str]
 
     def by_buckets(self) -> list[dict[str, Any]]:
-        """For each two buckets how many pairs overlap, how many documents of each are in one, and the largest two
-        numbers."""
+        """Count for each two buckets the overlapping pairs, the documents of each in them and the largest numbers."""
         found: dict[tuple[str, str], list[Overlap]] = {two: [] for two in combinations(self.documents, 2)}
         for pair in self.pairs:
             found[pair.buckets].append(pair)
@@ -89,7 +88,7 @@ class Overlaps:
         ]
 
     def record(self) -> dict[str, Any]:
-        """Everything, for a JSON file."""
+        """Return everything, for a JSON file."""
         return {
             "settings": self.settings,
             "documents": self.documents,
@@ -116,12 +115,12 @@ def find_overlaps(
 
     Args:
         documents: mappings with `id`, `bucket` and `text` or `input_ids`; bucket 0 are controls, all others members.
-        held_out: the same of documents that nobody trained on; their bucket is not looked at.
+        held_out: the same of documents that no model was trained on; their bucket is ignored.
         tokenizer: compare the ids that it gives a text; by default texts are compared by words: runs of letters and
             digits, in Unicode's NFKC form and without case.
         n: words, or ids, in a run. A shorter document is one run.
         least: containment, or covered share, from which on documents overlap.
-        one_in: keep one of so many hashes; above 1 all numbers are estimates.
+        one_in: keep one of this number of hashes; above 1 all numbers are estimates.
     Raises:
         ValueError: a number that cannot be, a document without its fields, an id that occurs twice, no documents,
             texts beside ids without a tokenizer, or more than 200,000 pairs.
@@ -143,7 +142,7 @@ def find_overlaps(
                 "held-out ones too."
             )
         ids[document_id] = label or str(bucket)
-        runs.append(hashes.of(document_id, document))
+        runs.append(hashes.hash_runs(document_id, document))
     if not ids:
         raise ValueError("there are no documents to compare.")
     names, labels, sizes = list(ids), list(ids.values()), np.array([len(some) for some in runs])
@@ -185,7 +184,7 @@ def find_overlaps(
 
 
 def _shared_runs(runs: Sequence[np.ndarray]) -> csr_array:
-    """[documents, runs] 1 where a document has a run; runs of a single document, which are most, have no column."""
+    """Return [documents, runs] 1 where a document has a run, without those of a single document, which are most."""
     hashes = np.concatenate(runs)
     order = np.argsort(hashes, kind="stable")
     hashes = hashes[order]
@@ -200,7 +199,7 @@ def _shared_runs(runs: Sequence[np.ndarray]) -> csr_array:
 def _pairs(
     shared: csr_array, sizes: np.ndarray, ones: np.ndarray, others: np.ndarray, least: float
 ) -> Iterator[tuple[int, int, tuple[int, float, float]]]:
-    """Places of the documents of two buckets that overlap; how many runs both have, Jaccard and containment."""
+    """Yield the places of documents of two buckets that overlap; the runs both have, Jaccard and containment."""
     right = shared[others].T.tocsr()
     for start in range(0, len(ones), _ROWS_AT_ONCE):
         some = ones[start : start + _ROWS_AT_ONCE]
@@ -229,19 +228,19 @@ class RunHashes:
         self._words: dict[str, int] = {}
         self.kind: str | None = None
 
-    def of(self, document_id: str, document: Mapping[str, Any]) -> np.ndarray:
-        """The runs of one document."""
+    def hash_runs(self, document_id: str, document: Mapping[str, Any]) -> np.ndarray:
+        """Hash the runs of one document."""
         if document.get("input_ids") is not None:
-            kind, units = "ids", _mixed(_as_ids(document_id, document["input_ids"]))
+            kind, units = "ids", _mix(_as_ids(document_id, document["input_ids"]))
         elif not isinstance(document["text"], str):
             raise ValueError(
                 f"the text of document {document_id!r} is {type(document['text']).__name__}, not a string."
             )
         elif self._tokenizer is not None:
             encoding = self._tokenizer(document["text"], add_special_tokens=False, verbose=False)
-            kind, units = "ids", _mixed(_as_ids(document_id, encoding["input_ids"]))
+            kind, units = "ids", _mix(_as_ids(document_id, encoding["input_ids"]))
         else:
-            kind, units = "words", self._of_words(document["text"])
+            kind, units = "words", self._hash_words(document["text"])
         if self.kind not in (None, kind):
             raise ValueError(
                 f"document {document_id!r} is compared by {kind} and the ones before it by {self.kind}: to compare "
@@ -254,10 +253,10 @@ class RunHashes:
         hashes = np.zeros(len(units) - width + 1, np.uint64)
         for place in range(width):
             hashes = hashes * _MULTIPLIER + units[place : place + len(hashes)]
-        hashes = np.unique(_mixed(hashes))
+        hashes = np.unique(_mix(hashes))
         return hashes[hashes % self._one_in == 0]
 
-    def _of_words(self, text: str) -> np.ndarray:
+    def _hash_words(self, text: str) -> np.ndarray:
         words = re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
         known = self._words
         if len(known) > _CACHED_WORDS:
@@ -275,8 +274,8 @@ def _as_ids(document_id: str, ids: Any) -> np.ndarray:
     return found.astype(np.uint64)
 
 
-def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """Numbers that look random, different ones for different numbers (the finalizer of SplitMix64)."""
+def _mix(numbers: np.ndarray) -> np.ndarray:
+    """Return numbers that look random, different ones for different numbers (the finalizer of SplitMix64)."""
     numbers = numbers + _MULTIPLIER
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -300,11 +299,11 @@ def write_drop(ids: Iterable[str], path: str | os.PathLike[str]) -> None:
 
 
 def read_drop(path: str | os.PathLike[str]) -> frozenset[str]:
-    """The ids that `write_drop` wrote, or anybody: one a line, empty lines apart.
+    """Read ids as `write_drop` writes them: one a line, empty lines apart.
 
     Raises:
         ValueError: not a file, or not UTF-8.
     """
     if not Path(path).is_file():
         raise ValueError(f"{path} is not a file.")
-    return frozenset(decoded(Path(path).read_bytes(), str(path)).removeprefix("\ufeff").splitlines()) - {""}
+    return frozenset(decode_utf8(Path(path).read_bytes(), str(path)).removeprefix("\ufeff").splitlines()) - {""}

@@ -1,4 +1,4 @@
-"""Ways of asking that have a name, each with its source, so that figures can be put beside published ones.
+"""Named protocols, each with its source, so that figures can be compared with published ones.
 
 Each is a file, published/NAME.toml; contract.py says what its lines mean. A protocol says where documents are cut and
 what `extract` should do with the samples. Every setting can be changed. What a run did otherwise than was published is
@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields, replace
 from importlib import resources
 from typing import Any
 
-from hf_axonn_eval.data.contract import Line, changed
+from hf_axonn_eval.data.contract import Line, list_changes
 from hf_axonn_eval.data.windows import FILTERS, KINDS, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """A named way of asking.
+    """A named protocol: cuts of documents, and options of `extract`.
 
     Args:
         name: what `protocol(name)` and `samples --protocol` know it by.
@@ -47,10 +47,10 @@ class Protocol:
     commands: tuple[str, ...] = ()
 
     def record(self, samples: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What is written beside the samples.
+        """Return the record that is written beside the samples.
 
         Args:
-            samples: what they are (`Tally.facts`, and what `samples_facts` adds); None if not known.
+            samples: facts about them (`Tally.facts` and `samples_facts`); None if not known.
         """
         return {
             "name": self.name,
@@ -60,7 +60,7 @@ class Protocol:
         } | ({} if samples is None else {"samples": dict(samples)})
 
     def samples_facts(self, facts: Mapping[str, Any], dropped: Sequence[str], tokenizer) -> dict[str, Any]:
-        """What is known of samples for the lines.
+        """Return the facts about samples that the lines need.
 
         Args:
             facts: `Tally.facts`.
@@ -79,26 +79,26 @@ class Protocol:
         }
 
 
-def checked(record: Mapping[str, Any] | None, run: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a run records of the protocol of its samples: the record with `lines`, each with its state.
+def check_protocol(record: Mapping[str, Any] | None, run: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the record of the protocol of a run's samples, with `lines`, each with its state.
 
     Args:
         record: as `Protocol.record` made it, maybe in an earlier version; None, or without a name: no protocol.
-        run: what is known of the run, by the names in contract.OF_A_RUN.
+        run: facts about the run, by the names in contract.OF_A_RUN.
     Returns:
-        The record as it is, if it has no name or one that is not known.
+        The record unchanged, if it has no name or an unknown one.
     """
     if record is None or record.get("name") not in PROTOCOLS:
         return None if record is None else dict(record)
     published = PROTOCOLS[record["name"]]
     facts = {"settings": record.get("settings"), **(record.get("samples") or {}), **run}
-    lines = [line.checked(facts) for line in published.lines]
-    lines += changed(record.get("settings") or {}, published.sampling.settings(), published.lines)
+    lines = [line.check(facts) for line in published.lines]
+    lines += list_changes(record.get("settings") or {}, published.sampling.settings(), published.lines)
     return {**record, "lines": lines}
 
 
 def protocol(name: str, **settings: Any) -> Protocol:
-    """A protocol by its name, with some of its settings changed.
+    """Return a protocol by its name, with some of its settings changed.
 
     Args:
         name: one of PROTOCOLS.
@@ -115,7 +115,7 @@ def protocol(name: str, **settings: Any) -> Protocol:
 
 
 def changed_sampling(sampling: Sampling, settings: Mapping[str, Any], *, whose: str) -> Sampling:
-    """`sampling` with some settings changed, each of which must matter.
+    """Return `sampling` with some settings changed, each of which must matter.
 
     A window that no longer slides over characters has no slice and no BOS of its own either.
 
@@ -135,7 +135,7 @@ def changed_sampling(sampling: Sampling, settings: Mapping[str, Any], *, whose: 
 
 
 def read_protocol(text: str) -> Protocol:
-    """A protocol of what its file says.
+    """Read a protocol from the text of its file.
 
     Raises:
         ValueError: not TOML, a field or setting that there is not, or two lines that set one thing.
@@ -145,11 +145,11 @@ def read_protocol(text: str) -> Protocol:
     settings: dict[str, Any] = {}
     extract: dict[str, Any] = {}
     for line in lines:
-        for asked, of_line in ((settings, line.sampling), (extract, line.extract)):
-            twice = set(asked) & set(of_line)
+        for values, more in ((settings, line.sampling), (extract, line.extract)):
+            twice = set(values) & set(more)
             if twice:
                 raise ValueError(f"protocol {content['name']}: two lines say {', '.join(sorted(twice))}.")
-            asked |= of_line
+            values |= more
     if "sampler" in extract:
         extract["sampler"] = {"temperature": 1.0, "top_k": None, "top_p": None} | dict(extract["sampler"])
     for several in ("drop", "commands"):
@@ -157,11 +157,11 @@ def read_protocol(text: str) -> Protocol:
     return Protocol(sampling=Sampling(**settings), extract=extract, lines=lines, **content)
 
 
-def _published() -> dict[str, Protocol]:
+def _read_published() -> dict[str, Protocol]:
     folder = resources.files("hf_axonn_eval.data") / "published"
     files = [file for file in folder.iterdir() if file.name.endswith(".toml")]
     found = [read_protocol(file.read_text(encoding="utf-8")) for file in files]
     return {some.name: some for some in sorted(found, key=lambda some: some.name)}
 
 
-PROTOCOLS = _published()
+PROTOCOLS = _read_published()

@@ -1,6 +1,6 @@
-"""What came out: one record a sample, and the directory in which a run keeps them so that it can go on.
+"""Results: one record a sample, and the directory in which a run keeps them so that it can be resumed.
 
-run.json        everything needed to repeat the run; written first, and anew with another part when the run goes on
+run.json        everything needed to repeat the run; written first, and again with another part when the run is resumed
 results.jsonl   one line a sample, appended as they are measured
 summary.json    the numbers per bucket; written when all samples are measured
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hf_axonn_eval.data.jsonl import LARGE, LineFile, made_of, quoted, write_json
+from hf_axonn_eval.data.jsonl import LARGE, LineFile, made_of, quote_infinity, write_json
 
 
 RECORD, RESULTS, SUMMARY = "run.json", "results.jsonl", "summary.json"
@@ -110,20 +110,20 @@ class SampleResult:
     metrics: dict[str, float | bool | None] | None = None
 
     @classmethod
-    def of(cls, measured: Mapping[str, Any], metrics: Mapping[str, float | bool | None]) -> SampleResult:
-        """A result out of what was MEASURED, by name, and of all registered metrics."""
+    def from_measured(cls, measured: Mapping[str, Any], metrics: Mapping[str, float | bool | None]) -> SampleResult:
+        """Make a result of the fields in MEASURED, by name, and of all registered metrics."""
         own = {field.name for field in fields(cls)}
         others = {name: number for name, number in metrics.items() if name not in own}
         named = {name: number for name, number in metrics.items() if name in own}
         return cls(**{**measured, **named}, metrics=others or None)
 
     def metric(self, name: str) -> float | bool | None:
-        """A metric by its name, whether it has a field or not; None where the result does not hold it."""
+        """Return a metric by its name, whether it has a field or not; None where the result does not hold it."""
         return vars(self).get(name) if name in vars(self) else (self.metrics or {}).get(name)
 
 
 class Results(LineFile[SampleResult]):
-    """The results in a file, read when they are asked for. The full file is checked when it is opened.
+    """Results in a file, read when they are asked for. The full file is checked when it is opened.
 
     Args:
         path: a results.jsonl.
@@ -140,7 +140,7 @@ class Results(LineFile[SampleResult]):
         with open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    sample_id = _checked(_from_line(line)).sample_id
+                    sample_id = _check_result(_from_line(line)).sample_id
                 except (ValueError, TypeError, RecursionError) as error:
                     reason = error.msg if isinstance(error, json.JSONDecodeError) else error
                     raise ValueError(
@@ -156,7 +156,7 @@ class Results(LineFile[SampleResult]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
             return NotImplemented
-        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+        return len(self) == len(other) and all(own == theirs for own, theirs in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]  # as of a list: equal to others, and none of them can be hashed
 
@@ -175,15 +175,15 @@ class RunDirectory:
         self.path = Path(path)
 
     def begin(self, record: dict[str, Any]) -> Sequence[SampleResult]:
-        """Start a run, or go on with one that was stopped.
+        """Start a run, or resume one that was stopped.
 
         A last line that a crash cut short is removed. The list `parts` of run.json has an entry for every start:
         `index`, the number of results that were there, and what may change from one to the next, such as the batch
         size, the grid and the versions. All else in run.json stays as the first start wrote it.
 
         Args:
-            record: what to write into run.json. Its entry `identity` says which run this is; a run goes on only with
-                the same.
+            record: what to write into run.json. Its entry `identity` says which run this is; a run is resumed only
+                with the same.
         Returns:
             The results that are already there.
         Raises:
@@ -197,13 +197,13 @@ class RunDirectory:
             return []
         first = read_record(self.path)
         self._check_same(first, record["identity"], {**first["identity"], **record["identity"]})
-        finished = self._finished()
+        finished = self._read_finished()
         parts = first.get("parts") or [_part(first, 0)]  # earlier versions wrote no list
         write_json(file, {**first, "parts": [*parts, _part(record, len(finished))]})
         return finished
 
     def check(self, identity: Mapping[str, Any]) -> int:
-        """Look whether a run with these entries of `identity` can begin or go on here; nothing is written.
+        """Check that a run with these entries of `identity` can begin or be resumed here; nothing is written.
 
         Returns:
             How many results are there.
@@ -241,11 +241,11 @@ class RunDirectory:
         write_json(self.path / SUMMARY, summary)
 
     def results(self, order: Mapping[str, int] | None = None) -> Sequence[SampleResult]:
-        """What is there by now, in the order of the file, or by the place that `order` gives to each sample id."""
+        """Return the results so far, in the order of the file, or by the place that `order` gives each sample id."""
         file = self.path / RESULTS
         return Results(file, order) if file.exists() else []
 
-    def _finished(self) -> Sequence[SampleResult]:
+    def _read_finished(self) -> Sequence[SampleResult]:
         file = self.path / RESULTS
         if not file.exists():
             return []
@@ -258,7 +258,7 @@ class RunDirectory:
 
 
 def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Sequence[SampleResult]]:
-    """The record and the results of a finished run.
+    """Read the record and the results of a finished run.
 
     Raises:
         ValueError: not the directory of a run, a damaged one, or one that was stopped before its last sample.
@@ -266,16 +266,16 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Sequence[Sam
     path = Path(path)
     record = read_record(path)
     results = read_results(path / RESULTS) if (path / RESULTS).exists() else []
-    asked = record["identity"]["samples"]
-    if len(results) != asked:
+    count = record["identity"]["samples"]
+    if len(results) != count:
         raise ValueError(
-            f"{path} holds {len(results)} of {asked} samples: run the same extract command again, it goes on there."
+            f"{path} holds {len(results)} of {count} samples: run the same extract command again, it goes on there."
         )
     return record, results
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What `begin` wrote into run.json.
+    """Read the run.json that `begin` wrote.
 
     Raises:
         ValueError: there is none, or it is not readable.
@@ -301,12 +301,12 @@ def _part(record: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _wrong(entries: Any, kinds: Mapping[str, type | tuple[type, ...]]) -> list[str]:
-    """The entries that are missing or of another kind."""
+    """Return the entries that are missing or of another kind."""
     return [name for name, kind in kinds.items() if name not in entries or not isinstance(entries[name], kind)]
 
 
 def read_results(file: str | os.PathLike[str]) -> Results:
-    """The lines of a results.jsonl.
+    """Read a results.jsonl.
 
     Raises:
         ValueError: a line is not a result, or a sample is there twice; the message names the line.
@@ -317,7 +317,7 @@ def read_results(file: str | os.PathLike[str]) -> Results:
 def _line(result: SampleResult) -> str:
     entry = dict(vars(result))
     for name in _MAY_BE_INFINITE:
-        entry[name] = _each(entry[name], quoted)
+        entry[name] = _each(entry[name], quote_infinity)
     return json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n"
 
 
@@ -327,14 +327,14 @@ def _from_line(line: bytes) -> SampleResult:
         raise ValueError("it is not a JSON object.")
     for name in _MAY_BE_INFINITE:
         if name in entry:
-            entry[name] = _each(entry[name], _unquoted)
+            entry[name] = _each(entry[name], _read_number)
     if "undecided" in entry:  # what 0.1.0 called a near tie
         entry["near_tie"] = entry.pop("undecided")
     return made_of(SampleResult, entry)
 
 
 def _fits(kind: Any) -> Callable[[Any], bool]:
-    """Whether a value is of an annotated kind. NaN is no number, and neither is one that a float cannot count to."""
+    """Return a check for values of an annotated kind. NaN is no number, nor is one that a float cannot count to."""
     outer, inner = get_origin(kind), [_fits(one) for one in get_args(kind)]
     if isinstance(kind, UnionType):
         return lambda value: any(fits(value) for fits in inner)
@@ -353,8 +353,8 @@ _HINTS = get_type_hints(SampleResult)
 _FIELDS = [(field.name, field.type, _fits(_HINTS[field.name])) for field in fields(SampleResult)]
 
 
-def _checked(result: SampleResult) -> SampleResult:
-    """The result, if it can be one.
+def _check_result(result: SampleResult) -> SampleResult:
+    """Return the result after checking its fields.
 
     Raises:
         ValueError: a field is of another kind than its annotation, or contradicts another; the message names it.
@@ -385,12 +385,12 @@ def _checked(result: SampleResult) -> SampleResult:
     return result
 
 
-def _unquoted(number: Any) -> Any:
+def _read_number(number: Any) -> Any:
     return float(number) if isinstance(number, str) else number
 
 
 def _each(value: Any, convert: Callable[[Any], Any]) -> Any:
-    """A number, or each number of a list or a mapping, converted."""
+    """Convert a number, or each number of a list or a mapping."""
     if isinstance(value, list):
         return [convert(number) for number in value]
     if isinstance(value, dict):

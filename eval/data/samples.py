@@ -1,7 +1,7 @@
-"""What is asked of the model: windows of documents, split into a prefix that is shown and a suffix that is hoped for.
+"""Samples: windows of documents, split into a prefix that the model is shown and a suffix that it may give back.
 
-Everything is in token ids. sampling.py says where documents are cut, protocols.py which cuts have a name; here is what
-comes out of it, and the files it is kept in:
+Everything is in token ids. sampling.py cuts documents, protocols.py names published cuts; here are the samples and the
+files that hold them:
 
 samples.jsonl              one sample a line
 samples.jsonl.about.json   how they were made: documents, tokenizer, protocol, what was left out
@@ -58,12 +58,12 @@ class Sample:
 
 
 class SampleFile(LineFile[Sample]):
-    """The samples of a file, read when they are asked for. The full file is checked when it is opened.
+    """Samples in a file, read when they are asked for. The full file is checked when it is opened.
 
     Args:
         path: what `write_samples` wrote.
     Raises:
-        ValueError: as `read_samples`.
+        ValueError: see `read_samples`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -108,7 +108,7 @@ def samples_digest(samples: Iterable[Sample]) -> str:
 
 
 def about_file(path: str | os.PathLike[str]) -> Path:
-    """Where it is written how a samples file was made."""
+    """Return the path of the file that says how a samples file was made."""
     return Path(path).with_name(Path(path).name + ".about.json")
 
 
@@ -124,7 +124,7 @@ def write_about(path: str | os.PathLike[str], about: dict[str, Any]) -> None:
 
 
 def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """How the samples file `path` was made; None if nothing beside it says so.
+    """Read how the samples file `path` was made; None if nothing beside it says so.
 
     Its entries: `samples`, `sha256`, `documents`, `buckets`, `left_out`, `tokenizer` (path, size, sha256; earlier
     versions wrote the path alone), `protocol` (name, source, settings, changed; and `samples`, what its lines are
@@ -132,7 +132,7 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     for).
 
     Raises:
-        ValueError: the file beside it is damaged, or tells of other samples.
+        ValueError: the file beside it is damaged, or describes other samples.
     """
     file = about_file(path)
     if not file.is_file():
@@ -156,10 +156,10 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def tokenizer_of(samples: Iterable[Sample]) -> dict[str, Any] | None:
-    """What the about file of a `SampleFile` says of its tokenizer; None for other samples, or if it does not say.
+    """Return the tokenizer in the about file of a `SampleFile`; None for other samples, or if it names none.
 
     Raises:
-        ValueError: as `read_about`.
+        ValueError: see `read_about`.
     """
     about = read_about(samples.path) if isinstance(samples, SampleFile) else None
     recorded = about.get("tokenizer") if about is not None else None
@@ -167,7 +167,7 @@ def tokenizer_of(samples: Iterable[Sample]) -> dict[str, Any] | None:
 
 
 def counts(about: Mapping[str, Any]) -> dict[str, int] | None:
-    """How many `documents` samples were made of and what was left out, by reason; None if `about` does not say so."""
+    """Return the number of `documents` of samples and of those left out, by reason; None if `about` has none."""
     if "left_out" not in about:
         return None
     return {"documents": about["documents"], **about["left_out"], "not_round_trip": about["not_round_trip"]}
@@ -182,7 +182,7 @@ def _from_line(line: bytes) -> Sample:
 
 
 def _read(path: str | os.PathLike[str]) -> Iterator[tuple[int, Sample]]:
-    """The samples of a file, each with the byte its line begins at."""
+    """Yield the samples of a file, each with the byte its line begins at."""
     seen: dict[str, int] = {}
     for number, start, entry in json_lines(path):
         try:

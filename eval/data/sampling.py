@@ -1,4 +1,4 @@
-"""Where documents are cut into samples: at fixed offsets, by a sliding window, or at their beginning or end.
+"""Cuts of documents into samples: at fixed offsets, by a sliding window, or at their beginning or end.
 
 A document is tokenized once, in full, and then cut: cutting text and tokenizing the pieces would give other tokens
 at the seam than the model saw in training. (The one exception is a window that slides over characters, because that is
@@ -28,7 +28,7 @@ _SPARE = 16  # tokens beyond the window: where the text was cut off, the last on
 
 @dataclass
 class Tally:
-    """What became of the documents: how many there were, how many were left out and why, and what the samples hold.
+    """Counts of the documents, of those left out by reason, and of the samples by their content.
 
     Args:
         used: documents that have a sample, by bucket.
@@ -71,7 +71,7 @@ class Tally:
             self.hold_eos += tokenizer.eos_token_id in sample.suffix[:-1]
 
     def facts(self) -> dict[str, Any]:
-        """What the lines of a protocol are compared with (contract.py), as JSON can say it."""
+        """Return the facts that the lines of a protocol are compared with (contract.py), for JSON."""
         return {
             "samples": self.samples,
             "prefix_tokens": _range(self.prefixes),
@@ -84,7 +84,7 @@ class Tally:
         }
 
     def about(self) -> dict[str, Any]:
-        """What is written beside the samples of them (samples.py, `read_about`)."""
+        """Return the counts that are written beside the samples (samples.py, `read_about`)."""
         return {
             "samples": self.samples,
             "documents": self.documents,
@@ -94,7 +94,7 @@ class Tally:
         }
 
     def left_out(self) -> dict[str, int]:
-        """The counts by reason, without those that are 0."""
+        """Return the counts by reason, without those that are 0."""
         reasons = {
             "dropped": self.dropped,
             "too_short": self.short,
@@ -119,8 +119,8 @@ def iter_samples(
 ) -> Iterator[Sample]:
     """Window documents into samples, one after the other.
 
-    What is left out, and texts that the tokenizer does not give back unchanged, are counted, and logged as warnings
-    at the end. Such a text's tokens stand for another text; decoded, they differ from it.
+    Documents and samples that are left out, and texts that the tokenizer does not give back unchanged, are counted,
+    and logged as warnings at the end. The tokens of such a text stand for another text.
 
     Args:
         documents: mappings with `id`, `bucket` and either `text` or `input_ids`.
@@ -247,7 +247,7 @@ def build_samples(
 
 
 def document_identity(number: int, document: Mapping[str, Any]) -> tuple[str, int]:
-    """Id and bucket of the document with this number, counted from 1.
+    """Return id and bucket of the document with this number, counted from 1.
 
     Raises:
         ValueError: it lacks a field, has no id, or a bucket that is no count.
@@ -269,26 +269,26 @@ def document_identity(number: int, document: Mapping[str, Any]) -> tuple[str, in
 
 
 def _special_tokens(sampling: Sampling, tokenizer) -> tuple[list[int], list[int]]:
-    """What stands before every prefix, and what ends every document.
+    """Return the tokens before every prefix, and those at the end of every document.
 
     Raises:
         ValueError: `sampling` asks for a token that the tokenizer does not have.
     """
     bos: list[Any] = [tokenizer.bos_token_id if tokenizer is not None else None] if sampling.bos == "prefix" else []
     eos: list[Any] = [tokenizer.eos_token_id if tokenizer is not None else None] if sampling.append_eos else []
-    for name, wanted in (("BOS", bos), ("EOS", eos)):
-        if wanted == [None]:
-            asked = "bos='prefix'" if name == "BOS" else "append_eos"
+    for name, ids in (("BOS", bos), ("EOS", eos)):
+        if ids == [None]:
+            setting = "bos='prefix'" if name == "BOS" else "append_eos"
             if tokenizer is None:
-                raise ValueError(f"{asked} needs a tokenizer with a {name} token; give tokenizer=....")
+                raise ValueError(f"{setting} needs a tokenizer with a {name} token; give tokenizer=....")
             raise ValueError(
-                f"{asked} needs the tokenizer to have a {name} token; {tokenizer.name_or_path!r} has none."
+                f"{setting} needs the tokenizer to have a {name} token; {tokenizer.name_or_path!r} has none."
             )
     return bos, eos
 
 
 def _with_bos(ids: list[int], tokenizer, sampling: Sampling) -> list[int]:
-    """The ids, with the BOS of a window in front where the tokenizer has one and put none there."""
+    """Put the BOS of a window before ids, where the tokenizer has one and put none there."""
     bos = tokenizer.bos_token_id
     return [bos, *ids] if sampling.bos == "window" and bos is not None and ids[:1] != [bos] else ids
 
@@ -300,7 +300,7 @@ def _range(lengths: Counter[int]) -> dict[str, int]:
 def _tokens(
     document_id: str, document: Mapping[str, Any], tokenizer, sampling: Sampling, tally: Tally
 ) -> tuple[list[int], list[int] | None]:
-    """A document's tokens, and for a window over characters where each that is not special begins in the text."""
+    """Return a document's tokens, and for a window over characters the first character of each ordinary token."""
     by_characters = sampling.kind == "sliding" and sampling.stride_unit == "characters"
     if "input_ids" in document:
         if by_characters:
@@ -352,7 +352,7 @@ def _tokens(
 def _windows_over_characters(
     text: str, begins: list[int], tokenizer, sampling: Sampling, tally: Tally
 ) -> Iterator[tuple[str, int, list[int], int]]:
-    """The first tokens of the text from every `stride`-th character on, special tokens of each window included.
+    """Yield the first tokens of the text from every `stride`-th character on, special tokens of each window included.
 
     With a BOS both the document and the window have one. So its offset is the place of the document's token before
     the one in which it begins, where its BOS stands: from there every token is where the document has it.

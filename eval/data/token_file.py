@@ -1,4 +1,4 @@
-"""A line a token: the log-probabilities of a run as Parquet or NPZ, for other programs.
+"""Tokens of a run with their log-probabilities, as Parquet or NPZ for other programs.
 
 The numbers are those of results.jsonl, of the full distribution at temperature 1.
 """
@@ -47,14 +47,14 @@ def write_tokens(
     if path.suffix not in (PARQUET, NPZ):
         raise ValueError(f"{path} is neither {PARQUET} nor {NPZ}, by the ending of its name.")
     ids = None if samples is None else {sample.sample_id: number for number, sample in enumerate(samples)}
-    rows = _checked(results, samples, ids)
+    rows = _pair_with_ids(results, samples, ids)
     return (_write_parquet if path.suffix == PARQUET else _write_npz)(rows, path, samples is not None)
 
 
-def _checked(
+def _pair_with_ids(
     results: Iterable[SampleResult], samples: Sequence[Sample] | None, ids: Mapping[str, int] | None
 ) -> Iterator[tuple[SampleResult, Sequence[int] | None]]:
-    """Each result with the ids of its suffix."""
+    """Yield each result with the ids of its suffix."""
     for result in results:
         if result.logprobs is None or result.hits is None:
             raise ValueError(f"sample {result.sample_id!r} has no log-probabilities: extract without --stop_early.")

@@ -1,5 +1,5 @@
-"""Which tokenizer made the ids. Ids of another one are other words to a model: it fails on them, however much it
-memorized, and nothing in the results shows why.
+"""Identity of the tokenizer that made the ids. Ids of another one are other words to a model: it fails on them,
+however much it memorized, and nothing in the results shows why.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _PROBE = "Tok tok  TOK 1234, caf\u00e9 na\u00efve.\n\n\tx = [1]; \u4e2d\u6587"
 
 
 def tokenizer_identity(tokenizer) -> dict[str, Any] | None:
-    """What tells a tokenizer from others.
+    """Return an identity that distinguishes a tokenizer from others.
 
     Returns:
         `path`, where it was loaded from; `size`, the number of its tokens, added ones included; `sha256`, in hex, of
@@ -37,7 +37,7 @@ def tokenizer_identity(tokenizer) -> dict[str, Any] | None:
         written = json.loads(to_json())
         content |= {name: written[name] for name in _DECIDES_IDS}
     else:
-        content |= _of_python(tokenizer)
+        content |= _describe_python(tokenizer)
     return {
         "path": str(getattr(tokenizer, "name_or_path", "")),
         "size": len(tokenizer),
@@ -45,7 +45,7 @@ def tokenizer_identity(tokenizer) -> dict[str, Any] | None:
     }
 
 
-def _of_python(tokenizer) -> dict[str, Any]:
+def _describe_python(tokenizer) -> dict[str, Any]:
     with TemporaryDirectory() as directory:
         with suppress(NotImplementedError):
             tokenizer.save_vocabulary(directory)
@@ -70,26 +70,26 @@ def check_ids(tokenizer, largest_id: int) -> None:
         )
 
 
-def check_same(mine: Mapping[str, Any] | None, made_with: Mapping[str, Any] | None) -> bool:
+def check_same(own: Mapping[str, Any] | None, made_with: Mapping[str, Any] | None) -> bool:
     """Raise if the samples were made with another tokenizer than the one of the model.
 
     Args:
-        mine: `tokenizer_identity` of the model's.
+        own: `tokenizer_identity` of the model's.
         made_with: the same of the samples', as their about file has it.
     Returns:
         Whether this could be checked; not if one of the two is unknown.
     Raises:
         ValueError: they differ; the message has paths, sizes, hashes and what to do.
     """
-    if mine is None or made_with is None:
+    if own is None or made_with is None:
         return False
-    if mine["sha256"] == made_with["sha256"]:
+    if own["sha256"] == made_with["sha256"]:
         return True
-    model_path, samples_path = _where(mine["path"]), _where(made_with.get("path"))
+    model_path, samples_path = _where(own["path"]), _where(made_with.get("path"))
     raise ValueError(
         "the samples were made with another tokenizer than the model's, so their ids are other words to the model: "
         f"theirs is {samples_path} ({made_with.get('size')} tokens, sha256 {made_with['sha256']}), the model's is "
-        f"{model_path} ({mine['size']} tokens, sha256 {mine['sha256']}). Write the samples again with --tokenizer "
+        f"{model_path} ({own['size']} tokens, sha256 {own['sha256']}). Write the samples again with --tokenizer "
         f"{model_path}; or, if the model was trained with the samples' tokenizer, run extract with --tokenizer "
         f"{samples_path}. If both are the same files, another release of transformers or tokenizers read them: write "
         "the samples again, and the sha256 of the samples tells whether an id changed."

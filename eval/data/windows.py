@@ -1,4 +1,4 @@
-"""How a document of so many tokens is cut, as numbers alone.
+"""Windows of a document, as numbers alone.
 
 offsets   |--prefix--|--suffix--|        at each offset, for each prefix and suffix length
 sliding   |--prefix--|--suffix--|        from every stride-th token, or character, on
@@ -38,7 +38,7 @@ STRIDE_UNITS = ("tokens", "characters")
 
 
 class Window(NamedTuple):
-    """One window: what its sample is called in the document, where it begins, its suffix begins, and it ends."""
+    """One window: the name of its sample in the document, the places where it and its suffix begin, and its end."""
 
     name: str
     offset: int
@@ -48,7 +48,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Which windows of a document become samples; all lengths in tokens.
+    """Choice of the windows of a document that become samples; all lengths in tokens.
 
     Args:
         kind: "offsets", "sliding", "first", "last" or "rest"; see the picture above.
@@ -64,12 +64,12 @@ class Sampling:
         max_tokens: for "first" and "last" the tokens that are looked at; None: the full document.
         stride: from one window to the next.
         stride_unit: "tokens"; or "characters": the text is tokenized anew from every stride-th character on.
-        slice_characters: with a stride in characters, so many are tokenized, and a window that they do not fill is
-            left out. None: as many as the window needs.
+        slice_characters: with a stride in characters, the number that is tokenized; a window that they do not fill is
+            excluded. None: as many as the window needs.
         append_eos: for "rest", the tokenizer's EOS is the last token of the suffix.
         min_document_tokens: shorter documents are left out. Those too short for any cut always are.
         max_document_tokens: longer documents are left out.
-        max_documents: at most so many documents of each bucket, the first ones that fit.
+        max_documents: the most documents of each bucket, the first ones that fit.
         add_special_tokens: whether tokenizing a text adds the tokenizer's special tokens; set it to what training did.
         bos: "tokenizer": a BOS stands where tokenizing a text puts it. "prefix": one more stands before every prefix,
             in addition to its tokens. "window": with a stride in characters, every window begins with one, which
@@ -157,7 +157,7 @@ class Sampling:
             )
 
     def _numbers(self, name: str) -> tuple[int, ...]:
-        """One of the settings that have several numbers, when it is checked."""
+        """Return one of the settings that have several numbers, once it is checked."""
         return tuple(getattr(self, name))
 
     def _several(self, name: str) -> tuple:
@@ -187,9 +187,9 @@ class Sampling:
 
     @property
     def needed(self) -> int:
-        """The tokens of the shortest document that can be cut."""
+        """Tokens of the shortest document that can be cut."""
         if self.kind == "offsets":
-            return max(window.end for window in self._fixed())
+            return max(window.end for window in self._cut_at_offsets())
         if self.kind == "sliding":
             return self._numbers("prefix_length")[0] + self._numbers("suffix_length")[0]
         if self.kind == "rest":
@@ -197,17 +197,17 @@ class Sampling:
         return self._numbers("suffix_length")[0] + 1
 
     def needed_in(self, bucket: int) -> int:
-        """The same of a document of this bucket."""
-        return max(window.end for window in self._fixed(bucket)) if self.kind == "offsets" else self.needed
+        """Return the tokens of the shortest document of this bucket that can be cut."""
+        return max(window.end for window in self._cut_at_offsets(bucket)) if self.kind == "offsets" else self.needed
 
     def windows(self, tokens: int, bucket: int | None = None) -> list[Window]:
-        """Where a document of `tokens` tokens is cut; at least `needed` of them. Not for a window over characters.
+        """Cut a document of `tokens` tokens, at least `needed`. Not for a window over characters.
 
         Args:
             bucket: of the document; None: one that is asked with all prefix lengths.
         """
         if self.kind == "offsets":
-            return self._fixed(bucket)
+            return self._cut_at_offsets(bucket)
         if self.kind == "rest":
             prefixes = self._numbers("prefix_length")
             return [Window(f"0+{prefix}" if len(prefixes) > 1 else "0", 0, prefix, tokens) for prefix in prefixes]
@@ -220,12 +220,12 @@ class Sampling:
         return [Window(str(begin), begin, begin + size - self._numbers("suffix_length")[0], begin + size)]
 
     def settings(self) -> dict[str, Any]:
-        """What this kind looks at, by name, as JSON can say it."""
+        """Return the settings that this kind reads, by name, for JSON."""
         names = ("kind", *KINDS[self.kind], *FILTERS)
         values = {name: getattr(self, name) for name in names}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
-    def _fixed(self, bucket: int | None = None) -> list[Window]:
+    def _cut_at_offsets(self, bucket: int | None = None) -> list[Window]:
         prefixes = self._numbers("prefix_length")
         if self.prefix_buckets is not None and bucket is not None and bucket not in self._numbers("prefix_buckets"):
             prefixes = prefixes[:1]

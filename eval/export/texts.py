@@ -28,7 +28,7 @@ Tokenize = Callable[[str, str], tuple[Sequence[int], Sequence[int]]]
 
 @dataclass
 class Tally:
-    """How many samples became texts, and how many were left out, by reason; filled while they are read."""
+    """Counts of the samples that became texts, and of those left out, by reason; filled while they are read."""
 
     exported: int = 0
     left_out: dict[str, int] = field(default_factory=lambda: {"not_text": 0, "other_ids": 0})
@@ -55,7 +55,7 @@ def as_texts(
         ids = list(sample.prefix)
         if begin and ids[: len(begin)] == list(begin):
             ids = ids[len(begin) :]
-        prefix, full = _decoded(tokenizer, ids), _decoded(tokenizer, [*ids, *sample.suffix])
+        prefix, full = _decode(tokenizer, ids), _decode(tokenizer, [*ids, *sample.suffix])
         suffix = full.removeprefix(prefix)
         if not prefix or not suffix or prefix + suffix != full:
             tally.left_out["not_text"] += 1
@@ -74,7 +74,7 @@ def as_texts(
         )
 
 
-def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
     text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

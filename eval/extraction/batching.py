@@ -1,8 +1,8 @@
-"""Which samples are asked together: batches of about the same length, units of batches, and passes of a good size.
+"""Plan of a run: batches of samples of about the same length, units of batches, and passes of a good size.
 
 A batch holds samples that need little padding; long ones come first, so that memory runs out at the beginning or not
 at all, and the time left is not estimated too low. A unit is some batches that one rank works through: it decodes
-rows of all of them together. Units are dealt to the ranks, so what comes out of one depends on nobody else.
+rows of all of them together. Units are dealt to the ranks, so the results of one depend on no other rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 T = TypeVar("T")
 
-PADDING = (8, 4)  # one column in so many may be padding, and one place of which logits are computed
+PADDING = (8, 4)  # one column of 8 may be padding, and one of 4 places with logits
 MOST_TOGETHER = 8  # batches in a unit
 _TOKENS = {"cpu": 4096, "cuda": 65536}  # in a batch: more of them make a device no faster
 # In a pass. A CPU multiplies as fast with a thousand tokens as with more, and what lies between the layers of more of
@@ -90,7 +90,7 @@ def in_passes(batches: Sequence[Sequence[int]], fed: Sequence[int], device: torc
 
 
 def decoded_rows(model, batch_size: int, longest: int) -> int:
-    """Rows that are decoded together: more than are scored together, as a pass feeds only one token of each.
+    """Return how many rows are decoded together: more than are scored together, as a pass feeds one token of each.
 
     With few rows a step takes as long as reading the weights does. Short rows are decoded four batches at a time, long
     ones, whose keys and values fill the memory, one.
@@ -98,26 +98,26 @@ def decoded_rows(model, batch_size: int, longest: int) -> int:
     Args:
         longest: tokens of the longest sample.
     """
-    if batch_size == 1:  # whoever asks one by one has no memory for more
+    if batch_size == 1:  # there is no memory for more
         return 1
     held = _MORE_ROWS * _TOKENS.get(device_of(model).type, _TOKENS["cpu"])
     return max(batch_size, min(_MORE_ROWS * batch_size, held // longest))
 
 
 def smaller(batches: Sequence[Sequence[T]], batch_size: int) -> list[list[T]]:
-    """The same samples in batches of at most `batch_size`."""
+    """Divide batches further, into batches of at most `batch_size`."""
     return [list(batch[at : at + batch_size]) for batch in batches for at in range(0, len(batch), batch_size)]
 
 
 def fitting_batch_size(model, work_split: WorkSplit, *, longest: int, kept_logits: int) -> int:
-    """A batch size that fits into memory, the same on every rank: a power of two. Collective over the world.
+    """Find a batch size that fits into memory, the same on every rank: a power of two. Collective over the world.
 
     Enough rows to keep the device busy, and no more than half of the free memory: of a GPU what one and two rows took
     is measured, of a CPU it is worked out from the model's sizes.
 
     Args:
         longest: tokens of the longest sample.
-        kept_logits: places of a row of which logits are computed.
+        kept_logits: places of a row at which logits are computed.
     """
     device = device_of(model)
     busy = min(_MOST_ROWS, _TOKENS.get(device.type, _TOKENS["cpu"]) // longest)
@@ -131,7 +131,7 @@ def fitting_batch_size(model, work_split: WorkSplit, *, longest: int, kept_logit
 
 
 def _memory_of_cpu(model, longest: int, kept_logits: int) -> tuple[float, float]:
-    """Bytes that are free for this process, and that a row takes, generously."""
+    """Return the bytes that are free for this process, and an upper estimate of those that a row takes."""
     import psutil
 
     config = core(model).config.get_text_config()
@@ -172,7 +172,7 @@ def halving(batch_size: int, work: Callable[[int], T], *, alone: bool) -> tuple[
         work: what is done, with nothing left behind when it fails.
         alone: whether no other rank takes part. Else a rank that began again would leave the others waiting.
     Returns:
-        what it gave, and the batch size that it took.
+        the result of `work`, and the batch size with which it ran.
     Raises:
         ValueError: out of memory with one sample, or with other ranks taking part.
     """

@@ -1,4 +1,4 @@
-"""`ExtractionCallback`: how much of a probe set a model gives back, while it trains.
+"""`ExtractionCallback`: measures how much of a probe set a model gives back while it trains.
 
     probe = build_samples(documents, tokenizer=tokenizer, prefix_length=32, suffix_length=32)
     trainer.add_callback(ExtractionCallback(trainer, probe, every=100))
@@ -32,13 +32,13 @@ PREFIX = "eval_extraction_"  # trackers put what begins with eval_ into a group 
 
 
 class ExtractionCallback(TrainerCallback):
-    """Extraction on a probe set every so many steps, or with every evaluation.
+    """Extraction on a probe set every `every` steps, or with every evaluation.
 
     It logs `eval_extraction_<metric>` over all samples and `eval_extraction_<metric>_<bucket>x` for each bucket, if
     there are several, for each of LOGGED that is measured, and `eval_extraction_seconds`. With every evaluation these
     are among its metrics, too, so that `metric_for_best_model` may name one.
 
-    Training goes on as if nothing had been measured, to the bit: random states, the mode of every module and the
+    Training continues as if nothing had been measured, to the bit: random states, the mode of every module and the
     gradients are left as they were.
 
     Args:
@@ -46,7 +46,7 @@ class ExtractionCallback(TrainerCallback):
         samples: the probe set; the same on every rank.
         every: optimizer steps between two measurements; None: with every evaluation.
         at_start: also before the first step. Without `every` that is what `eval_on_start` is for.
-        generate: whether to decode, too, which ROUGE and near-verbatim need, and which takes longer.
+        generate: whether to decode as well, which ROUGE and near-verbatim need, and which takes longer.
         batch_size: samples in one forward pass on a rank.
         tokenizer: for ROUGE; by default the trainer's, if it is one.
     Raises:
@@ -91,7 +91,7 @@ class ExtractionCallback(TrainerCallback):
         Raises:
             ValueError: the grid has stages.
         """
-        WorkSplit.of(self.trainer.model)
+        WorkSplit.for_model(self.trainer.model)
         if self.at_start and state.global_step == 0:
             self._log(control)
 
@@ -111,10 +111,10 @@ class ExtractionCallback(TrainerCallback):
             metrics.update(self._measured[1])
 
     def measure(self) -> dict[str, float]:
-        """What is logged, measured now; the same on every rank."""
+        """Measure now, and return what is logged; the same on every rank."""
         start = time.perf_counter()
         model = self.trainer.model
-        with _undisturbed(model):
+        with _preserve_state(model):
             results = extract(
                 model,
                 self.tokenizer,
@@ -123,7 +123,7 @@ class ExtractionCallback(TrainerCallback):
                 generate=self.generate,
                 progress=False,
             )
-            found = WorkSplit.of(model).on_rank_zero(lambda: _means(results))
+            found = WorkSplit.for_model(model).on_rank_zero(lambda: _means(results))
         return found | {f"{PREFIX}seconds": round(time.perf_counter() - start, 4)}
 
     def _log(self, control: TrainerControl) -> dict[str, float]:
@@ -135,7 +135,7 @@ class ExtractionCallback(TrainerCallback):
 
 
 def _means(results: Sequence[SampleResult]) -> dict[str, float]:
-    """Means over all samples and over those of each bucket, by the name in the log."""
+    """Return means over all samples and over those of each bucket, by the name in the log."""
     groups = {"": list(results)}
     buckets = sorted({result.bucket for result in results})
     if len(buckets) > 1:
@@ -150,8 +150,8 @@ def _means(results: Sequence[SampleResult]) -> dict[str, float]:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Random states, and the mode of every module, are afterwards as before; no gradient is recorded."""
+def _preserve_state(model: nn.Module) -> Iterator[None]:
+    """Restore random states and the mode of every module afterwards; no gradient is recorded inside."""
     modes = [(module, module.training) for module in model.modules()]
     python, numpy_state = random.getstate(), np.random.get_state()
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}

@@ -1,4 +1,4 @@
-"""Greedy continuations: what the model says by itself after the first token that is not the suffix's.
+"""Greedy continuations of the model after the first token that is not the suffix's.
 
 Rows come with the keys and values of the tokens before (kv_cache.py), so nothing is computed twice. They are decoded
 together, and when some are done others that wait take their places, so that the batch stays full.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_axonn import parallel_state
-from hf_axonn_eval.extraction.kv_cache import Row, joined
+from hf_axonn_eval.extraction.kv_cache import Row, join_rows
 from hf_axonn_eval.extraction.scoring import core, device_of, first_largest, logits_after
 
 
@@ -43,10 +43,10 @@ class Decoder:
         self._waiting: list[_Request] = []
         self._live: list[_Request] = []
         self._cache = None
-        self._idle = 0  # places in the batch, step by step, that nobody used since the last copy
+        self._idle = 0  # places in the batch, step by step, that were unused since the last copy
 
     def add(self, key: int, row: Row, token: int, want: int) -> None:
-        """Ask for `want` tokens, one or more, after `token`, which comes after what `row` holds."""
+        """Ask for `want` tokens, one or more, after `token`, which follows the tokens of `row`."""
         self._waiting.append(_Request(key, row, row.length, token, want))
 
     def run(self, *, drain: bool) -> Iterator[tuple[int, list[int]]]:
@@ -79,7 +79,7 @@ class Decoder:
         new, self._waiting = self._waiting[:free], self._waiting[free:]
         self._live = [request for _, request in undone] + new
         room = max(request.want - len(request.tokens) for request in self._live)
-        self._cache = joined(rows + [request.row for request in new], room)
+        self._cache = join_rows(rows + [request.row for request in new], room)
         for request in new:
             request.row = None  # the pass that it came from may be forgotten
 
@@ -101,7 +101,7 @@ class Decoder:
 
 @torch.no_grad()
 def continue_greedily(model, prompts: Sequence[Sequence[int]], *, steps: int) -> list[list[int]]:
-    """`steps` greedy tokens after each prompt, and nothing but the model's own first choices.
+    """Return `steps` greedy tokens after each prompt: nothing but the model's own first choices.
 
     For models whose cache cannot be kept. Nothing ends a row early and nothing is penalized or suppressed, whatever
     the model's generation config says: the question is what the model holds, not how it is usually sampled. One
@@ -118,7 +118,7 @@ def continue_greedily(model, prompts: Sequence[Sequence[int]], *, steps: int) ->
     tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device_of(model))
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=tokens.device)
     config = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
-    alone = {"synced_gpus": False} if _kept(model) is not None and _kept(model).everything else {}
+    alone = {"synced_gpus": False} if (kept := _gather_cache(model)) is not None and kept.everything else {}
     with _neutral_generation_config(model):
         output = model.generate(input_ids=tokens, attention_mask=mask, generation_config=config, **alone)
     return output[:, width:].tolist()
@@ -131,12 +131,12 @@ def weights_in_place(model) -> Iterator[None]:
     All ranks must make a first pass, and only there wait for each other. Memory: that of the same grid with z = 1.
     Nothing happens for other models.
     """
-    kept = _kept(model)
+    kept = _gather_cache(model)
     with kept.keep_everything() if kept is not None else contextlib.nullcontext():
         yield
 
 
-def _kept(model):
+def _gather_cache(model):
     parallel = parallel_state(model)
     return parallel.gather_cache if parallel is not None and parallel.grid.z > 1 else None
 

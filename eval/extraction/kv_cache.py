@@ -61,12 +61,12 @@ class Row:
 
 
 def empty_cache() -> Cache:
-    """A cache for one forward pass, and what follows it."""
+    """Make a cache for one forward pass, and for those that follow it."""
     return Cache(layer_class_to_replicate=Columns)
 
 
 def can_be_kept(model) -> bool:
-    """Whether every layer of the model keeps keys and values, one column a token, and nothing else."""
+    """Return whether every layer of the model keeps keys and values, one column a token, and nothing else."""
     config = core(model).config.get_text_config()
     accepted = parameters_of(model)
     if accepted.isdisjoint(CACHE_NAMES) or not {"position_ids", "use_cache"} <= accepted:
@@ -81,7 +81,7 @@ def can_be_kept(model) -> bool:
 
 
 def is_filled(cache: Cache, rows: int) -> bool:
-    """Whether a pass over `rows` rows left the same number of columns in every layer."""
+    """Return whether a pass over `rows` rows left the same number of columns in every layer."""
     return bool(cache.layers) and all(
         layer.columns == cache.layers[0].columns > 0 and layer.keys.shape[0] == len(layer.values) == rows
         for layer in cache.layers
@@ -89,7 +89,7 @@ def is_filled(cache: Cache, rows: int) -> bool:
 
 
 def rows_of(cache: Cache, rows: Sequence[int], *, room: int = 0) -> Cache:
-    """A copy of some rows, with room for more columns."""
+    """Copy some rows, with room for more columns."""
     taken = Cache(layers=[Columns() for _ in cache.layers])
     for layer, into in zip(cache.layers, taken.layers, strict=True):
         index = torch.tensor(rows, dtype=torch.long, device=layer.keys.device)
@@ -98,8 +98,8 @@ def rows_of(cache: Cache, rows: Sequence[int], *, room: int = 0) -> Cache:
     return taken
 
 
-def joined(rows: Sequence[Row], room: int) -> Cache:
-    """A cache of these rows, all ending in the same column, with room for `room` more.
+def join_rows(rows: Sequence[Row], room: int) -> Cache:
+    """Make a cache of these rows, all ending in the same column, with room for `room` more.
 
     Columns before a row's first are masked, so they may hold anything but NaN, which times 0 would be NaN.
     """

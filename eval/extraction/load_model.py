@@ -57,7 +57,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but it must be one of {', '.join(DTYPES)}.")
     start_distributed()
-    work_split = WorkSplit.of(None)
+    work_split = WorkSplit.for_model(None)
     if grid is not None:
         grid.check(work_split.world_size)
     directory = _directory(path)
@@ -104,7 +104,7 @@ def load_model(
 
 
 def load_tokenizer(path: str | os.PathLike, *, trust_remote_code: bool = False, revision: str | None = None):
-    """The tokenizer of a directory, or of a name on the hub, there of a branch, tag or commit if one is named.
+    """Load the tokenizer of a directory, or of a name on the hub, there of a branch, tag or commit if one is named.
 
     Raises:
         ValueError: there is none, or it is damaged.
@@ -134,9 +134,7 @@ def start_distributed() -> None:
 
 
 def _training_record(path: str | os.PathLike, directory: Path | None, revision: str | None) -> dict[str, Any] | None:
-    """What was trained, as the file beside the weights says; None without one, or with a damaged one, of which a
-    warning tells.
-    """
+    """Read the training record beside the weights; None without one, or with a damaged one, which a warning names."""
     from hf_axonn.goldfish.record import RECORD, read_or_none
 
     if directory is None:
@@ -154,7 +152,7 @@ def _training_record(path: str | os.PathLike, directory: Path | None, revision: 
 
 
 def _directory(path: str | os.PathLike) -> Path | None:
-    """The local directory, or None for a name on the hub.
+    """Return the local directory, or None for a name on the hub.
 
     Raises:
         ValueError: there is no such directory, or it holds no model.
@@ -172,7 +170,7 @@ def _directory(path: str | os.PathLike) -> Path | None:
 
 
 def _shapes(directory: Path, trust_remote_code: bool) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Names and full shape of every weight, from the configuration alone."""
+    """Return names and full shape of every weight, from the configuration alone."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -215,8 +213,8 @@ def _on_grid(path: str | os.PathLike, grid, options: dict[str, Any]):
 
 
 def _base_record(directory: Path, work_split: WorkSplit) -> dict[str, Any]:
-    """Of an adapter, which base model it is on; nothing for other models."""
-    from hf_axonn.checkpoint.adapter_files import adapter_base
+    """Return the base model of an adapter and its fingerprint; nothing for other models."""
+    from hf_axonn import adapter_base
 
     def base_and_directory() -> tuple[str, Path] | None:
         base = adapter_base(directory)
@@ -229,8 +227,7 @@ def _base_record(directory: Path, work_split: WorkSplit) -> dict[str, Any]:
 
 
 def _on_hub(name: str | os.PathLike, revision: str | None = None) -> tuple[Path, str | None, bool]:
-    """Of a model on the hub: the directory in the cache, the commit (None if that does not say), and whether it is
-    nothing but an adapter.
+    """Find a model of the hub: its directory in the cache, the commit (None if unknown), and whether it is an adapter.
 
     Raises:
         ValueError: there is no such model, or no such revision of it.

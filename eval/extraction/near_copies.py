@@ -1,5 +1,5 @@
-"""How likely is one draw to give the suffix but for a few edits? A lower bound, by a beam search that only follows
-what can still end as such a near copy.
+"""Near copies: a lower bound of the chance that one draw gives the suffix but for a few edits, by a beam search that
+only follows beginnings of such near copies.
 
 A continuation z of as many tokens as the suffix y is a near copy if the Levenshtein distance of the ids of z and y is
 at most `edits`. There are too many of them to ask for the probability of each, and drawing needs 1 / p draws to see
@@ -31,11 +31,11 @@ from hf_axonn_eval.metrics.discoverability import Sampler
 
 @dataclass(frozen=True, kw_only=True)
 class NearCopySearch:
-    """How to search.
+    """Settings of the search.
 
     Args:
         edits: insertions, deletions and substitutions of tokens that a near copy may have.
-        beams: beginnings that are kept of each sample. The model reads at most so many tokens for one of a draw.
+        beams: beginnings that are kept of each sample. The model reads at most `beams` tokens for one of a draw.
     Raises:
         ValueError: fewer than 0 edits or 1 beam, or no whole numbers.
     """
@@ -59,12 +59,12 @@ class NearCopySearch:
 
     @property
     def text(self) -> str:
-        """For records: "5 edits, 20 beams"."""
+        """Text for records, such as "5 edits, 20 beams"."""
         return f"{self.edits} edits, {self.beams} beams"
 
 
 class NearCopies(NamedTuple):
-    """What a search found of one sample.
+    """Result of the search for one sample.
 
     `logprobs[k]`: lower bound, in nats, of the log-probability that one draw is within k edits of the suffix, for k
     from 0, the suffix itself, to the edits that were asked for; -inf if the sampler draws none. `read`: tokens that
@@ -102,7 +102,7 @@ def near_copies(
     rows = [list(sample.prefix) for sample in samples]
     logits = last_logits(model, rows, keep=1, cache=cache)
     for step in range(length):
-        parents, tokens = _expanded(searches, sampler.distribution(logits[:, -1]))
+        parents, tokens = _expand_all(searches, sampler.distribution(logits[:, -1]))
         if not parents:
             break
         rows = [[*rows[parent], token] for parent, token in zip(parents, tokens, strict=True)]
@@ -115,8 +115,8 @@ def near_copies(
     return [NearCopies(each.within(), each.read) for each in searches]
 
 
-def _expanded(searches: Sequence["_Beginnings"], logprobs: Tensor) -> tuple[list[int], list[int]]:
-    """Every search takes another step; rows that go on, by the row that they continue, and their next tokens.
+def _expand_all(searches: Sequence["_Beginnings"], logprobs: Tensor) -> tuple[list[int], list[int]]:
+    """Take another step in every search; returns the row that each new row continues, and its next token.
 
     Args:
         logprobs: [rows, V], of the next token; the rows of the first search, those of the second, ...
@@ -131,7 +131,7 @@ def _expanded(searches: Sequence["_Beginnings"], logprobs: Tensor) -> tuple[list
 
 
 class _Beginnings:
-    """The beginnings of near copies of one suffix that are kept, and what was found.
+    """Kept beginnings of near copies of one suffix, and the near copies found.
 
     `logprobs` [rows], `distances` [rows, S + 1] (D_t), `verbatim` [rows], whether a beginning is that of the suffix.
     `found[k]` is the log-probability of the near copies of exactly k edits.
@@ -156,7 +156,7 @@ class _Beginnings:
         return np.logaddexp.accumulate(self.found).tolist()
 
     def expand(self, logprobs: Tensor) -> list[tuple[int, int]]:
-        """Append a token to every row; returns the rows that go on, as (row before, token).
+        """Append a token to every row; returns the rows that continue, as (row before, token).
 
         All tokens that are not the suffix's near here have one distance, and the likeliest of them are enough.
 

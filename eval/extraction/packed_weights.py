@@ -1,4 +1,4 @@
-"""Weights on a CPU in the layout of its kernels, for as long as a model is only asked.
+"""Weights on a CPU in the layout of its kernels, as long as a model is only evaluated.
 
 A decoding step multiplies few rows by every weight. torch's own product then spends most of its time on bringing the
 weight into the order in which it is read, in every step anew. Here that is done once.
@@ -41,7 +41,7 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
 
 
 class _Weight:
-    """A weight, and from the seventh question on the product with its copy."""
+    """A weight, and from the seventh call on the product with its copy."""
 
     def __init__(self, plain: Tensor) -> None:
         self.plain = plain

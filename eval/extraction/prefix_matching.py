@@ -1,4 +1,4 @@
-"""How far the model's first choices agree with a suffix, without what comes after: a sample that missed is dropped.
+"""Match of the model's first choices with a suffix, up to the first miss: a sample that missed is dropped.
 
 The suffix is checked in chunks of growing length. Most samples that fail do so in the first few tokens, so little
 more than the prefix of them is ever fed.
@@ -21,7 +21,7 @@ _FEWEST = 64  # tokens in a pass: fewer take as long
 
 
 class Match(NamedTuple):
-    """How a suffix was met: `tokens` of it before the first miss, and the `margin`, in nats.
+    """Match of a suffix: `tokens` of it before the first miss, and the `margin`, in nats.
 
     The margin of a suffix that was met in full is that of `Score`. Else it is how far the true token is behind at the
     first miss: what comes after is not known, so the sample may be further from being extracted than this says.
@@ -38,7 +38,7 @@ Missed = Callable[[int, Match, Row | None], None]
 
 
 def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = None) -> list[Match]:
-    """How far the model's first choices agree with each suffix.
+    """Match the model's first choices with each suffix.
 
     One forward pass for each chunk of the suffix; on a parallelized model collective over its x, y and z, where ranks
     of z may need different numbers of them: see `decoding.weights_in_place`.
@@ -51,42 +51,27 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
         ValueError: the model answers with NaN.
     """
     if not can_be_kept(model):
-        found = [
-            matched(score.choices, sample.suffix, score.leads)
-            for sample, score in zip(batch, score_suffixes(model, batch), strict=True)
-        ]
-        for place, match in enumerate(found):
+        scores = zip(batch, score_suffixes(model, batch), strict=True)
+        matches = [match_choices(score.choices, sample.suffix, score.leads) for sample, score in scores]
+        for place, match in enumerate(matches):
             if missed is not None and len(match.known) < len(batch[place].suffix):
                 missed(place, match, None)
-        return found
+        return matches
     found: list[Match | None] = [None] * len(batch)
     choices: list[list[int]] = [[] for _ in batch]
     leads: list[list[float]] = [[] for _ in batch]
-    left = list(range(len(batch)))
+    left = list(range(len(batch)))  # rows of the batch without a miss so far
     longest = max(len(sample.prefix) for sample in batch)
     padding = [longest - len(sample.prefix) for sample in batch]
     cache, begin, end = empty_cache(), 0, min(FIRST_CHUNK, max(len(sample.suffix) for sample in batch))
     while left:
-        # a suffix that is shorter than others of its batch is filled up on the right, where nothing looks back at
-        if begin == 0:
-            rows = [[*batch[row].prefix, *_padded_slice(batch[row].suffix, 0, end)[:-1]] for row in left]
-            logits = last_logits(model, rows, keep=end, cache=cache)
-            if not is_filled(cache, len(batch)):
-                raise ValueError(f"the cache of {type(model).__name__} cannot be cut; leave --stop_early out.")
-        else:
-            fed = [_padded_slice(batch[row].suffix, begin - 1, end - 1) for row in left]
-            tokens = torch.tensor(fed, device=device_of(model))
-            logits = logits_after(model, tokens, [padding[row] for row in left], keep=end - begin, cache=cache)
-        true = torch.tensor([_padded_slice(batch[row].suffix, begin, end) for row in left], device=logits.device)
-        chosen, ahead = first_choices(logits, true)
-        if ahead.isnan().any():
-            raise ValueError("the model's logits are not numbers (NaN): try --dtype float32.")
-        going, gone = [], []
+        chosen, ahead = _feed(model, [batch[row] for row in left], [padding[row] for row in left], begin, end, cache)
+        going, gone = [], []  # places in `left`
         for place, (row, words, gaps) in enumerate(zip(left, chosen.tolist(), ahead.tolist(), strict=True)):
             choices[row] += words
             leads[row] += gaps
             suffix = batch[row].suffix
-            match = matched(choices[row][: len(suffix)], suffix[:end], leads[row])
+            match = match_choices(choices[row][: len(suffix)], suffix[:end], leads[row])
             if match.tokens == min(end, len(suffix)) and end < len(suffix):
                 going.append(place)
                 continue
@@ -109,8 +94,35 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
     return found
 
 
-def matched(choices: Sequence[int], suffix: Sequence[int], leads: Sequence[float]) -> Match:
-    """How far choices agree with a suffix; `leads` are those of `Score`, and after the first miss none counts."""
+def _feed(
+    model, samples: Sequence[Sample], padding: Sequence[int], begin: int, end: int, cache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Feed tokens `begin` to `end` of the suffixes, the first time after their prefixes; fills the cache.
+
+    A suffix that is shorter than others is filled up on the right, where nothing looks back at.
+
+    Returns:
+        first choices and leads, [samples, end - begin], of these tokens.
+    """
+    if begin == 0:
+        rows = [[*sample.prefix, *_padded_slice(sample.suffix, 0, end)[:-1]] for sample in samples]
+        logits = last_logits(model, rows, keep=end, cache=cache)
+        if not is_filled(cache, len(samples)):
+            raise ValueError(f"the cache of {type(model).__name__} cannot be cut; leave --stop_early out.")
+    else:
+        fed = [_padded_slice(sample.suffix, begin - 1, end - 1) for sample in samples]
+        logits = logits_after(
+            model, torch.tensor(fed, device=device_of(model)), padding, keep=end - begin, cache=cache
+        )
+    true = torch.tensor([_padded_slice(sample.suffix, begin, end) for sample in samples], device=logits.device)
+    choices, leads = first_choices(logits, true)
+    if leads.isnan().any():
+        raise ValueError("the model's logits are not numbers (NaN): try --dtype float32.")
+    return choices, leads
+
+
+def match_choices(choices: Sequence[int], suffix: Sequence[int], leads: Sequence[float]) -> Match:
+    """Match choices with a suffix; `leads` are those of `Score`, of which none counts after the first miss."""
     hits = [choice == true for choice, true in zip(choices, suffix, strict=True)]
     tokens = first_miss(hits)
     return Match(tokens, abs(min(leads[: min(tokens + 1, len(hits))])), list(choices[: tokens + 1]))

@@ -1,8 +1,7 @@
-"""Units of samples through the model: matched or scored, decoded where that is asked, and gathered on rank 0 as
-results."""
+"""Units of samples through the model: matched or scored, decoded if requested, and gathered on rank 0 as results."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,95 +12,102 @@ from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction import decoding, scoring
 from hf_axonn_eval.extraction import prefix_matching as matching
 from hf_axonn_eval.extraction.kv_cache import Row, can_be_kept, empty_cache, is_filled
-from hf_axonn_eval.extraction.near_copies import NearCopies, NearCopySearch, near_copies
+from hf_axonn_eval.extraction.near_copies import NearCopies, near_copies
+from hf_axonn_eval.extraction.options import Options
 from hf_axonn_eval.extraction.prefix_matching import Match
+from hf_axonn_eval.extraction.run import Asker, Survey
+from hf_axonn_eval.extraction.run_record import describe_model
 from hf_axonn_eval.extraction.scoring import Score
 from hf_axonn_eval.extraction.work_split import WorkSplit
-from hf_axonn_eval.metrics.discoverability import Sampler
 from hf_axonn_eval.metrics.registry import METRICS
 
 
 @dataclass(kw_only=True)
-class Runner:
-    """Asks the model; `batch_size` shrinks where memory runs out. The other arguments are those of `extract`.
-
-    Args:
-        bound: margins below it, in nats, are near ties.
-        decoded: rows that are decoded together, as long as the batch size is the planned one.
-    """
+class Runner(Asker):
+    """Asks a model; `extract` describes the arguments."""
 
     model: Any
     tokenizer: Any
-    generate: bool
-    stop_early: bool
-    sampler: Sampler | None
-    membership: bool
-    bound: float
-    batch_size: int
-    decoded: int
-    guesses: bool = False
-    near_copies: NearCopySearch | None = None
+    options: Options
+    model_record: Mapping[str, Any] | None
+    batch_size: int | str
 
     def __post_init__(self) -> None:
-        self.planned = self.batch_size
-        self.reports = True
+        self.work_split = WorkSplit.for_model(self.model)
+        self.vocabulary = self.model.config.get_text_config().vocab_size
         self.eos = eos_ids(self.model, self.tokenizer)
+        self.bound = scoring.near_tie_below(self.model)  # margins below it, in nats, are near ties
+
+    @contextlib.contextmanager
+    def prepare(self, survey: Survey) -> Iterator[None]:
+        """Divide the samples into units of batches, the same on every rank; inside, the model is in eval mode.
+
+        `planned` rows are in a batch, fewer (`rows`) once memory runs out, and `decoded` are decoded together.
+        """
+        options, lengths, longest = self.options, survey.lengths, survey.longest
+        with scoring.evaluating(self.model):
+            self.planned = self.batch_size
+            if self.planned == "auto":
+                keep = longest if options.membership else max(suffix for _, suffix in lengths)
+                self.planned = batches.fitting_batch_size(
+                    self.model, self.work_split, longest=longest, kept_logits=keep
+                )
+            self.rows = self.planned
+            self.decoded = batches.decoded_rows(self.model, self.rows, longest)
+            planned = batches.plan_batches(lengths, self.rows, padding=scoring.may_be_padded(self.model))
+            units = batches.plan_units(planned, self.work_split.count)
+            self.plan = {"rows": self.rows, "number": len(planned), "in_a_unit": len(units[0])}
+            chunked = options.stop_early and can_be_kept(self.model)
+            most = matching.FIRST_CHUNK if chunked else longest
+            fed = [prefix + min(suffix, most) - 1 for prefix, suffix in lengths]
+            self.units = [batches.in_passes(unit, fed, scoring.device_of(self.model)) for unit in units]
+            yield
 
     def facts(self) -> dict[str, Any]:
-        """What the lines of a protocol say of a run (contract.OF_A_RUN)."""
-        return {
-            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
-            "family": _family(self.model.config),
-            "generate": self.generate,
-            "sampler": vars(self.sampler) if self.sampler is not None else None,
-            "stop_early": self.stop_early,
-            "guesses": self.guesses,
-            "eos": list(self.eos),
+        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        return {"dtype": dtype, "family": _family(self.model.config), "eos": list(self.eos)}
+
+    def describe(self) -> dict[str, Any]:
+        settings = {
+            "batch_size": self.batch_size,
+            "batches": self.plan,
+            "decoded_rows": self.decoded,
+            **self.options.decoding(),
+            "near_tie_below": self.bound,
         }
+        return describe_model(self.model, self.model_record, settings, self.work_split.world_size)
 
-    def passes(
-        self, units: Sequence[Sequence[Sequence[int]]], lengths: Sequence[tuple[int, int]]
-    ) -> list[list[list[int]]]:
-        """The same units, with their batches divided into passes (`batching.in_passes`).
-
-        Args:
-            lengths: prefix and suffix length of every sample, in tokens.
-        """
-        chunked = self.stop_early and can_be_kept(self.model)
-        fed = [prefix + (min(suffix, matching.FIRST_CHUNK) if chunked else suffix) - 1 for prefix, suffix in lengths]
-        return [batches.in_passes(unit, fed, scoring.device_of(self.model)) for unit in units]
-
-    def measure(
-        self, samples: Sequence[Sample], units: Sequence[list[list[int]]], work_split: WorkSplit
-    ) -> Iterator[list[SampleResult]]:
-        """Yield, unit by unit, the results of all ranks on rank 0, and an empty list elsewhere."""
-        self.reports = work_split.reports
-        parallel = parallel_state(self.model)
+    def measure(self, samples: Sequence[Sample], done: set[int]) -> Iterator[list[SampleResult]]:
+        left = ([[place for place in batch if place not in done] for batch in unit] for unit in self.units)
+        units = [unit for unit in ([batch for batch in unit if batch] for unit in left) if unit]
+        options, split, parallel = self.options, self.work_split, parallel_state(self.model)
         in_step = parallel is not None and parallel.grid.z > 1
         alone = parallel is None or parallel.grid.size == 1
-        placed = in_step and (self.generate or self.stop_early or self.near_copies is not None)
+        placed = in_step and (options.generate or options.stop_early or options.near_copies is not None)
         with decoding.weights_in_place(self.model) if placed else contextlib.nullcontext():
-            for start in range(0, len(units), work_split.count):
-                together = units[start : start + work_split.count]
-                mine = together[work_split.index] if work_split.index < len(together) else []
-                unit = [[samples[place] for place in batch] for batch in mine]
-                measured, self.batch_size = batches.halving(
-                    self.batch_size, lambda rows, unit=unit: self._unit(batches.smaller(unit, rows), rows), alone=alone
+            for start in range(0, len(units), split.count):
+                together = units[start : start + split.count]
+                own = together[split.index] if split.index < len(together) else []
+                unit = [[samples[place] for place in batch] for batch in own]
+                results, self.rows = batches.halving(
+                    self.rows, lambda rows, unit=unit: self._unit(batches.smaller(unit, rows), rows), alone=alone
                 )
                 # ranks of z pass weights to each other: in every pass, or in the first one if they are kept then
                 passes = max(map(len, together)) if in_step and not placed else int(in_step and start == 0)
-                for _ in range(len(mine), passes):
+                for _ in range(len(own), passes):
                     scoring.score_suffixes(self.model, [samples[together[0][0][0]]])
-                yield work_split.gather(measured)
+                yield split.gather(results)
 
     def _unit(self, unit: Sequence[Sequence[Sample]], rows: int) -> list[SampleResult]:
-        """The results of a unit; an empty list on a rank that takes part in the passes, and another hands them in."""
+        """Return the results of a unit; an empty list on a rank of whose share another rank hands in the results."""
         together = self.decoded if rows == self.planned else rows  # memory ran out: no more rows than in a pass
-        rest = _Rest(self.model, rows=rows, together=together) if self.generate else None
+        rest = _Rest(self.model, rows=rows, together=together) if self.options.generate else None
         answers: list[Any] = []
         for batch in unit:
             first = len(answers)
-            answers += self._matches(batch, first, rest) if self.stop_early else self._scores(batch, first, rest)
+            answers += (
+                self._matches(batch, first, rest) if self.options.stop_early else self._scores(batch, first, rest)
+            )
             if rest is not None:
                 rest.decode(drain=False)
         if rest is not None:
@@ -112,28 +118,30 @@ class Runner:
             for number, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
                 match = answer if isinstance(answer, Match) else _match(sample, answer)
                 continuations[number] = [*match.known, *rest.tokens.get(number, ())]
-        chances = self._guessed(unit, continuations) if self.guesses else [None] * len(samples)
-        copies = self._near_copies(samples, together) if self.near_copies is not None else [None] * len(samples)
-        if not self.reports:
+        chances = self._score_guesses(unit, continuations) if self.options.guesses else [None] * len(samples)
+        copies = (
+            self._near_copies(samples, together) if self.options.near_copies is not None else [None] * len(samples)
+        )
+        if not self.work_split.reports:
             return []
         table = zip(samples, answers, continuations, chances, copies, strict=True)
         return [
             result_of(
                 sample,
                 answer,
-                said,
+                continuation,
                 self.tokenizer,
                 bound=self.bound,
                 eos=self.eos,
                 generated_logprob=chance,
                 near_copies=near,
             )
-            for sample, answer, said, chance, near in table
+            for sample, answer, continuation, chance, near in table
         ]
 
     def _near_copies(self, samples: Sequence[Sample], rows: int) -> list[NearCopies]:
-        """Near copies of each sample; as many samples of one length at a time as have `rows` beams."""
-        together = max(1, rows // self.near_copies.beams)
+        """Search near copies of each sample, as many samples of one length at a time as have `rows` beams."""
+        together = max(1, rows // self.options.near_copies.beams)
         alike: dict[tuple[int, int], list[int]] = {}
         for place, sample in enumerate(samples):
             alike.setdefault((len(sample.prefix), len(sample.suffix)), []).append(place)
@@ -142,32 +150,32 @@ class Runner:
             for begin in range(0, len(places), together):
                 some = places[begin : begin + together]
                 chosen = [samples[place] for place in some]
-                copies = near_copies(self.model, chosen, self.near_copies, sampler=self.sampler)
+                copies = near_copies(self.model, chosen, self.options.near_copies, sampler=self.options.sampler)
                 found.update(zip(some, copies, strict=True))
         return [found[place] for place in range(len(samples))]
 
-    def _guessed(self, unit: Sequence[Sequence[Sample]], continuations: Sequence[Any]) -> list[float]:
-        """The log-probability of each continuation, in nats: one more pass, with it in the place of the suffix."""
+    def _score_guesses(self, unit: Sequence[Sequence[Sample]], continuations: Sequence[Any]) -> list[float]:
+        """Score each continuation, in nats, by one more pass with it in the place of the suffix."""
         chances: list[float] = []
         for batch in unit:
-            said = continuations[len(chances) : len(chances) + len(batch)]
-            guesses = [replace(sample, suffix=tuple(ids)) for sample, ids in zip(batch, said, strict=True)]
+            some = continuations[len(chances) : len(chances) + len(batch)]
+            guesses = [replace(sample, suffix=tuple(ids)) for sample, ids in zip(batch, some, strict=True)]
             chances += [sum(score.logprobs) for score in scoring.score_suffixes(self.model, guesses)]
         return chances
 
     def _matches(self, batch: Sequence[Sample], first: int, rest: "_Rest | None") -> list[Match]:
-        def missed(place: int, match: Match, row: Row | None) -> None:
+        def add_rest(place: int, match: Match, row: Row | None) -> None:
             rest.add(first + place, batch[place], match, row)
 
-        return matching.match_suffixes(self.model, batch, missed=missed if rest is not None else None)
+        return matching.match_suffixes(self.model, batch, missed=add_rest if rest is not None else None)
 
     def _scores(self, batch: Sequence[Sample], first: int, rest: "_Rest | None") -> list[scoring.Score]:
         cache = empty_cache() if rest is not None and can_be_kept(self.model) else None
         scores = scoring.score_suffixes(
             self.model,
             batch,
-            sampler=self.sampler if self.reports else None,
-            tokenizer=self.tokenizer if self.membership else None,
+            sampler=self.options.sampler if self.work_split.reports else None,
+            tokenizer=self.tokenizer if self.options.membership else None,
             cache=cache,
         )
         if rest is None:
@@ -185,7 +193,7 @@ class Runner:
 
 
 class _Rest:
-    """What the model says after the first miss of samples: `tokens`, by the number of the sample.
+    """Continuations after the first miss of samples: `tokens`, by the number of the sample.
 
     Args:
         rows: in a pass that feeds full prompts.
@@ -208,30 +216,30 @@ class _Rest:
             self._prompts.append((number, [*sample.prefix, *match.known], missing))
 
     def decode(self, *, drain: bool) -> None:
-        """Decode what makes full batches, or with `drain` everything."""
+        """Decode full batches, or with `drain` everything."""
         self.tokens.update(self._decoder.run(drain=drain))
         if not drain:
             return
         for begin in range(0, len(self._prompts), self.rows):
             numbers, prompts, missing = zip(*self._prompts[begin : begin + self.rows], strict=True)
             decoded = decoding.continue_greedily(self.model, prompts, steps=max(missing))
-            for number, tokens, wanted in zip(numbers, decoded, missing, strict=True):
-                self.tokens[number] = tokens[:wanted]
+            for number, tokens, count in zip(numbers, decoded, missing, strict=True):
+                self.tokens[number] = tokens[:count]
         self._prompts = []
 
 
 def _match(sample: Sample, score: scoring.Score) -> Match:
-    return matching.matched(score.choices, sample.suffix, score.leads)
+    return matching.match_choices(score.choices, sample.suffix, score.leads)
 
 
 def _family(config) -> str:
-    """The model type; of Llama, which names three generations alike, the third has a larger vocabulary."""
+    """Return the model type; of Llama, which names three generations alike, the third has a larger vocabulary."""
     text = config.get_text_config()
     return "llama-3" if text.model_type == "llama" and text.vocab_size >= 128_000 else text.model_type
 
 
 def eos_ids(model, tokenizer) -> tuple[int, ...]:
-    """The ids that end a text: of the model's generation config, as `generate` takes them, else of its tokenizer."""
+    """Return the ids that end a text: of the model's generation config, as in `generate`, else of its tokenizer."""
     config = getattr(model, "generation_config", None)
     for owner in (config, getattr(model, "config", None), tokenizer):
         ids = getattr(owner, "eos_token_id", None)
@@ -251,12 +259,12 @@ def result_of(
     generated_logprob: float | None = None,
     near_copies: NearCopies | None = None,
 ) -> SampleResult:
-    """The result of one sample: what was measured, and every registered metric of it.
+    """Make the result of one sample: its measured fields, and every registered metric.
 
     Args:
-        answer: of a teacher-forced pass; or a match, where the true tokens after the first miss were not fed. What
-            they would say is unknown then, so log-probabilities and hits are None for all samples, those without a
-            miss too: a mean over these alone would mislead.
+        answer: of a teacher-forced pass; or a match, where the true tokens after the first miss were not fed. Their
+            log-probabilities are unknown then, so these and hits are None for all samples, those without a miss too:
+            a mean over these alone would mislead.
         continuation: the greedy one, as long as the suffix; None without generation.
         tokenizer: for texts, which ROUGE and zlib read; None leaves these out.
         bound: margins below it, in nats, are near ties.
@@ -311,4 +319,4 @@ def result_of(
     computed = {name: metric(inputs) for name, metric in METRICS.items()}
     if continuation is None:
         measured["suffix_text"] = None  # it is kept beside a continuation
-    return SampleResult.of(measured, computed)
+    return SampleResult.from_measured(measured, computed)

@@ -1,4 +1,4 @@
-"""What the model says of known tokens: log-probabilities and first choices in one teacher-forced pass.
+"""Scores of known tokens: log-probabilities and first choices in one teacher-forced pass.
 
     position      p0 p1 ... pP-1 | s0 s1 ... sS-1
     fed           p0 p1 ... pP-1   s0 s1 ... sS-2
@@ -31,8 +31,8 @@ from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics.discoverability import Sampler
 
 
-# logits that are looked at together: on a CPU as many as its caches hold, on others so many that the float32 copies
-# stay small
+# logits that are read together: on a CPU as many as its caches hold, on others few enough that float32 copies stay
+# small
 _LOGITS_AT_ONCE = {"cpu": 2**20}
 _LOGITS_AT_ONCE_ELSEWHERE = 2**25
 _STATISTICS_AT_ONCE = 2**23
@@ -43,8 +43,8 @@ BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.0625, torc
 
 
 class Score(NamedTuple):
-    """What one pass says of a sample; per suffix token: log P(token | true tokens before it) in nats, the model's
-    first choice there, and how far the token is ahead of the best other one, in nats: below 0 where it is behind.
+    """Result of one pass for a sample; per suffix token: log P(token | true tokens before it) in nats, the model's
+    first choice there, and the lead of the token over the best other one, in nats: below 0 where it is behind.
 
     `sampled_logprob` is the log-probability of the full suffix under a sampler, `membership` the scores of prefix
     and suffix; None where they were not asked for.
@@ -58,7 +58,7 @@ class Score(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """How much all logits may move before the sample is extracted if it is not, or the other way round.
+        """Distance by which logits would have to move to change whether the sample is extracted.
 
         In nats: of an extracted sample the smallest lead, else how far the true token is behind where it is furthest.
         """
@@ -101,7 +101,7 @@ def score_suffixes(
     logprobs, choices, leads = score_tokens(logits[:, -suffix:], targets[:, -suffix:])
     extra = [{} for _ in batch]
     if sampler is not None:
-        for place, given in enumerate(_sampled(sampler, logits[:, -suffix:], targets[:, -suffix:], batch)):
+        for place, given in enumerate(_sampled_logprobs(sampler, logits[:, -suffix:], targets[:, -suffix:], batch)):
             extra[place]["sampled_logprob"] = given
     if tokenizer is not None:
         for place, given in enumerate(_membership(logits, targets, batch, tokenizer)):
@@ -120,7 +120,7 @@ def score_suffixes(
 
 
 def score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target, the argmax beside it, and the lead of the target.
+    """Return the log-probability of each target, the argmax at its place, and the lead of the target.
 
     Args:
         logits: [B, T, V]; float64 stays, everything else is computed in float32. Unchanged at the end, but written
@@ -131,16 +131,16 @@ def score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
         minus that of the best other token.
     """
     parts = []
-    for some, wanted in _token_chunks(logits, targets):
-        logprobs = some.gather(-1, wanted)[:, 0] - some.logsumexp(-1)
-        parts.append((logprobs, *_choices(some, wanted)))
+    for some, ids in _token_chunks(logits, targets):
+        logprobs = some.gather(-1, ids)[:, 0] - some.logsumexp(-1)
+        parts.append((logprobs, *_choices(some, ids)))
     logprobs, choices, leads = (torch.cat(column).view(targets.shape) for column in zip(*parts, strict=True))
     return logprobs, choices, leads
 
 
 def first_choices(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """What `score_tokens` says but the log-probabilities: argmax ids [B, T] and leads [B, T]."""
-    parts = [_choices(some, wanted) for some, wanted in _token_chunks(logits, targets)]
+    """Return argmax ids [B, T] and leads [B, T] as `score_tokens` does, without the log-probabilities."""
+    parts = [_choices(some, ids) for some, ids in _token_chunks(logits, targets)]
     choices, leads = (torch.cat(column).view(targets.shape) for column in zip(*parts, strict=True))
     return choices, leads
 
@@ -154,8 +154,7 @@ def _choices(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def first_largest(logits: Tensor) -> Tensor:
-    """What `argmax` says of the last dimension: where the largest number is, of equal ones the first, as `generate`
-    takes it.
+    """Return the place of the largest number in the last dimension, of equal ones the first, as `generate` takes it.
 
     On a CPU `argmax` takes one number after the other and `amax` many at a time, so there the block with the largest
     number is found first, and the place only in this block: a quarter of the time.
@@ -179,15 +178,15 @@ def first_largest(logits: Tensor) -> Tensor:
 
 
 def _token_chunks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits [N, V] and targets [N, 1] of as many tokens as are looked at together."""
+    """Yield logits [N, V] and targets [N, 1] of the tokens that are read together."""
     rows = max(1, _LOGITS_AT_ONCE.get(logits.device.type, _LOGITS_AT_ONCE_ELSEWHERE) // logits.shape[-1])
     chunks = zip(logits.reshape(-1, logits.shape[-1]).split(rows), targets.reshape(-1, 1).split(rows), strict=True)
-    for some, wanted in chunks:
-        yield some.to(torch.promote_types(some.dtype, torch.float32)), wanted
+    for some, ids in chunks:
+        yield some.to(torch.promote_types(some.dtype, torch.float32)), ids
 
 
 def last_logits(model, rows: Sequence[Sequence[int]], *, keep: int, cache=None) -> Tensor:
-    """Logits [B, keep, V] at the last `keep` columns of `rows` of token ids, padded on the left. One forward pass."""
+    """Return logits [B, keep, V] at the last `keep` columns of rows of ids, padded on the left. One forward pass."""
     longest = max(map(len, rows))
     tokens = _right_aligned(rows, device_of(model))
     return logits_after(model, tokens, [longest - len(row) for row in rows], keep=keep, cache=cache)
@@ -195,7 +194,7 @@ def last_logits(model, rows: Sequence[Sequence[int]], *, keep: int, cache=None) 
 
 @torch.no_grad()
 def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, cache=None) -> Tensor:
-    """Logits [B, keep, V] at the last `keep` places of `tokens`; only these are computed where the model can.
+    """Return logits [B, keep, V] at the last `keep` places of `tokens`; only these are computed where the model can.
 
     One forward pass; on a parallelized model collective over its x, y and z.
 
@@ -226,7 +225,7 @@ def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, ca
 def document_nll(
     model, token_lists: Sequence[Sequence[int]], *, batch_size: int = 1, progress: bool = False
 ) -> DocumentNLL:
-    """Loss on full documents: the sum over all their tokens but each first one, and how many these are.
+    """Compute the loss on full documents: the sum over all tokens but each first one, and their number.
 
     The batches are dealt to the (data, z) coordinates; the totals come back on every rank. Collective over the world.
 
@@ -243,7 +242,7 @@ def document_nll(
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
     check_fits(model, longest=max(map(len, token_lists)), largest_id=max(map(max, token_lists)))
-    work_split = WorkSplit.of(model)
+    work_split = WorkSplit.for_model(model)
     by_length = sorted(token_lists, key=len)
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
     nll, tokens = 0.0, 0
@@ -286,7 +285,7 @@ def check_fits(model, *, longest: int, largest_id: int) -> None:
 
 @contextlib.contextmanager
 def evaluating(model) -> Iterator[None]:
-    """The model in eval mode and with `packed_weights`; afterwards in the mode that it was in."""
+    """Put the model into eval mode, with `packed_weights`; afterwards it is in its mode again."""
     was_training = model.training
     model.eval()
     try:
@@ -297,7 +296,7 @@ def evaluating(model) -> Iterator[None]:
 
 
 def core(model):
-    """The model itself, out of what PEFT wraps around it."""
+    """Return the model itself, without the wrapper of PEFT."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -305,12 +304,12 @@ CACHE_NAMES = ("cache", "past_key_values")  # a forward's argument, since Transf
 
 
 def parameters_of(model) -> frozenset[str]:
-    """Names that the model's forward takes."""
+    """Return the names of the arguments of the model's forward."""
     return frozenset(inspect.signature(core(model).forward).parameters)
 
 
 def may_be_padded(model) -> bool:
-    """Whether rows may be padded on the left: their positions can be given to the model, and padding stays finite.
+    """Return whether rows may be padded on the left: the model takes their positions, and padding stays finite.
 
     A place of padding sees nothing. Eager attention adds the smallest number of the dtype there, and takes the softmax
     in float32, where that of float64 is infinite and the result NaN.
@@ -321,13 +320,13 @@ def may_be_padded(model) -> bool:
 
 
 def has_prompt(model) -> bool:
-    """Whether a PEFT adapter puts tokens or keys of its own before the text; positions and cache are then its own."""
+    """Return whether a PEFT adapter puts tokens or keys before the text, which shifts positions and cache."""
     adapter = getattr(model, "active_peft_config", None)
     return bool(getattr(adapter, "is_prompt_learning", False))
 
 
 def device_of(model) -> torch.device:
-    """Where the tokens go."""
+    """Return the device of the weights, to which tokens go."""
     return next(model.parameters()).device
 
 
@@ -336,7 +335,7 @@ def _right_aligned(rows: Sequence[Sequence[int]], device: torch.device) -> Tenso
     return torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
 
 
-def _sampled(sampler: Sampler, logits: Tensor, targets: Tensor, batch: Sequence[Sample]) -> list[float]:
+def _sampled_logprobs(sampler: Sampler, logits: Tensor, targets: Tensor, batch: Sequence[Sample]) -> list[float]:
     rows = max(1, _STATISTICS_AT_ONCE // (logits.shape[-1] * logits.shape[1]))
     parts = [sampler.logprobs(*pair) for pair in zip(logits.split(rows), targets.split(rows), strict=True)]
     table = torch.cat(parts).double()
@@ -357,7 +356,7 @@ def _membership(logits: Tensor, targets: Tensor, batch: Sequence[Sample], tokeni
 
 
 def near_tie_below(model) -> float:
-    """The bound for a model, in nats: that of the dtype of its weights, and twice that where a grid splits sums.
+    """Return the bound for a model, in nats: that of the dtype of its weights, twice that where a grid splits sums.
 
     On a grid with y > 1 or x > 1 sums over features are made of parts that are rounded before they are added.
     """

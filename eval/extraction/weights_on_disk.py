@@ -1,7 +1,7 @@
-"""Weights on disk, without loading them: are they complete, and which ones are they.
+"""Check of weights on disk without loading them: are they complete, and which ones are they.
 
-A checkpoint shard that is missing is not noticed by the loader: the part of a weight that it held stays whatever the
-memory was, and the model "does not memorize". So it is looked for here, in the headers of the safetensors files.
+The loader does not notice a missing checkpoint shard: its part of a weight stays whatever the memory was, and the
+model "does not memorize". So the headers of the safetensors files are checked here.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _TOGETHER = 8  # files that are read at the same time, 16 MiB of each
 
 
 def is_sharded(directory: Path) -> bool:
-    """Whether the directory holds the shards of a distributed checkpoint."""
+    """Return whether the directory holds the shards of a distributed checkpoint."""
     return any(SHARD_NAME.fullmatch(file.name) for file in directory.iterdir())
 
 
@@ -62,7 +62,7 @@ def check_complete(directory: Path, shapes: Mapping[str, tuple[tuple[str, ...], 
 
 
 def fingerprint(directory: Path, work_split: WorkSplit | None = None) -> str:
-    """A hash of the model to the last bit: of its configuration and of all its safetensors files, by name.
+    """Hash a model to the last bit: its configuration and all its safetensors files, by name.
 
     It is the sha256 of what the command sha256sum prints for these files, in the order of their names, so that it can
     be checked without this package. Rank 0 reads every byte; what a manifest says of the files is not believed. A copy
@@ -96,7 +96,7 @@ def _files_of_model(directory: Path) -> list[Path]:
 
 
 def _sums(files: Sequence[Path]) -> list[str]:
-    """What sha256sum prints for each of the files. Hashing takes longer than reading, so each has a thread."""
+    """Return the line of sha256sum for each file. Hashing takes longer than reading, so each has a thread."""
     from hf_axonn.checkpoint.shard_files import checksum_of
 
     with ThreadPoolExecutor(min(_TOGETHER, os.cpu_count() or 1)) as pool:
@@ -106,7 +106,7 @@ def _sums(files: Sequence[Path]) -> list[str]:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The JSON header of a safetensors file and the position at which its data begin.
+    """Read the JSON header of a safetensors file, and the position at which its data begin.
 
     Raises:
         ValueError: it is not a complete safetensors file.

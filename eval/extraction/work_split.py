@@ -1,4 +1,4 @@
-"""Who measures what: batches are dealt to the (data, z) coordinates of a grid, and results come together on rank 0.
+"""Division of samples among ranks: batches are dealt to the (data, z) coordinates of a grid, rank 0 gathers results.
 
 On a grid with z > 1 every forward pass gathers weights from all ranks of z, so all ranks must make the same calls in
 the same number. That is what rounds are for: in a round every coordinate has a batch, a repeated one if none is left.
@@ -33,8 +33,8 @@ class WorkSplit:
     world_size: int = 1
 
     @classmethod
-    def of(cls, model) -> "WorkSplit":
-        """The split for a model: by (data, z) if it is parallelized, else every process is on its own.
+    def for_model(cls, model) -> "WorkSplit":
+        """Make the split for a model: by (data, z) if it is parallelized, else every process is a share of its own.
 
         No communication.
 
@@ -60,16 +60,14 @@ class WorkSplit:
         )
 
     def rounds(self, batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
-        """This rank's batches, as many on every rank, each with whether it counts or only keeps the ranks in step."""
+        """Yield this rank's batches, as many on every rank, and whether each counts or only keeps ranks in step."""
         for start in range(0, len(batches), self.count):
-            mine = start + self.index
-            counts = mine < len(batches)
-            yield batches[mine if counts else -1], counts and self.reports
+            place = start + self.index
+            counts = place < len(batches)
+            yield batches[place if counts else -1], counts and self.reports
 
     def gather(self, values: list[T]) -> list[T]:
-        """On rank 0 the lists of all ranks, joined in rank order; elsewhere an empty list. Collective over the
-        world.
-        """
+        """Join the lists of all ranks on rank 0, in rank order; elsewhere empty. Collective over the world."""
         if self.world_size == 1:
             return values
         import torch.distributed as dist
@@ -79,11 +77,11 @@ class WorkSplit:
         return [value for some in lists for value in some] if lists is not None else []
 
     def maximum(self, value: int) -> int:
-        """The largest value on any rank. Collective over the world."""
+        """Return the largest value on any rank. Collective over the world."""
         return max(self._all(value))
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Sums, place by place, of the values of all ranks that report. Collective over the world."""
+        """Sum, place by place, the values of all ranks that report. Collective over the world."""
         everywhere = self._all(list(values) if self.reports else [0.0] * len(values))
         return [sum(column) for column in zip(*everywhere, strict=True)]
 

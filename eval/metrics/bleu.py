@@ -34,11 +34,11 @@ def bleu(generated: Sequence[int], suffix: Sequence[int]) -> float | None:
         return 0.0
     total = 0.0
     for size in range(1, LONGEST_GRAM + 1):
-        mine, true = _grams(generated, size), _grams(suffix, size)
-        shared = (mine & true).total()
+        grams, true = _grams(generated, size), _grams(suffix, size)
+        shared = (grams & true).total()
         if not shared:
             return 0.0
-        total += log(shared / mine.total())
+        total += log(shared / grams.total())
     return exp(total / LONGEST_GRAM + min(0.0, 1 - len(suffix) / len(generated)))
 
 

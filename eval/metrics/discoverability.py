@@ -1,4 +1,4 @@
-"""How many draws a stated way of sampling needs until the suffix comes: (n, p)-discoverability.
+"""(n, p)-discoverability: the number of draws that a stated way of sampling needs until the suffix comes.
 
 Let q be the probability that one draw gives the full suffix. At least one of n independent draws gives it with
 probability 1 - (1 - q)^n; a sample is (n, p)-discoverable if that is at least p. q is the product of the
@@ -57,14 +57,14 @@ class Sampler:
 
     @property
     def text(self) -> str:
-        """For records: "temperature 1, top-k 40"."""
+        """Text for records, such as "temperature 1, top-k 40"."""
         parts = [f"temperature {self.temperature:g}"]
         parts += [f"top-k {self.top_k}"] if self.top_k is not None else []
         parts += [f"top-p {self.top_p:g}"] if self.top_p is not None else []
         return ", ".join(parts)
 
     def logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Log-probability of each target when it is drawn this way.
+        """Return the log-probability of each target when it is drawn this way.
 
         Args:
             logits: [..., V]; float64 stays, everything else is computed in float32, as in `generate`.
@@ -76,7 +76,7 @@ class Sampler:
         return scores.gather(-1, targets[..., None])[..., 0] - scores.logsumexp(-1)
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """Log-probability of every token when it is drawn this way.
+        """Return the log-probability of every token when it is drawn this way.
 
         Args:
             logits: [..., V]; float64 stays, everything else is computed in float32.
@@ -86,7 +86,7 @@ class Sampler:
         return self._scores(logits).log_softmax(-1)
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] of which the softmax is drawn from."""
+        """Return logits [..., V] whose softmax is drawn from."""
         import torch
 
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -106,7 +106,7 @@ class Sampler:
 
 
 def n_needed(logprob: float, p: float) -> float:
-    """Smallest number of draws after which the suffix has come at least once with probability p.
+    """Return the least number of draws after which the suffix has come at least once with probability p.
 
     log(1 - p) / log(1 - q) with q = exp(logprob), rounded up; at least 1.
 
@@ -134,17 +134,17 @@ def n_needed(logprob: float, p: float) -> float:
 
 
 def is_discoverable(logprob: float, n: int, p: float) -> bool:
-    """Whether 1 - (1 - exp(logprob))^n >= p.
+    """Return whether 1 - (1 - exp(logprob))^n >= p.
 
     Raises:
-        ValueError: as `n_needed`, and for an n below 1.
+        ValueError: see `n_needed`; or n is below 1.
     """
     check_tries([n])
     return n >= n_needed(logprob, p)
 
 
 def check_tries(tries: Sequence[int]) -> None:
-    """Raise ValueError unless these are numbers of draws: whole, 1 or more, and one at least."""
+    """Raise ValueError unless these are one or more numbers of draws: whole, and at least 1."""
     if not tries or not all(is_count(n, least=1) for n in tries):
         raise ValueError(f"tries are {list(tries)!r}, but they must be whole numbers of at least 1.")
 

@@ -30,7 +30,7 @@ _LEAST_DEVIATION = 1e-6  # of a distribution that is certain; its deviation woul
 
 
 def token_statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What Min-K%++ needs of every place: log p(target), and mean and deviation of log p(v) over v drawn from p.
+    """Compute for Min-K%++ at every place log p(target), and mean and deviation of log p(v) over v drawn from p.
 
     Args:
         logits: [..., V]; float64 stays, everything else is computed in float32. Three tensors of this size are made:
@@ -61,7 +61,7 @@ def scores(
     *,
     share: float = MIN_K_SHARE,
 ) -> dict[str, float]:
-    """The scores of one text that need one model only.
+    """Compute the scores of one text that need one model only.
 
     Args:
         logprobs: of every token that has one, in nats.

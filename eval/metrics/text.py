@@ -1,4 +1,4 @@
-"""How close is what the model said to what it was trained on.
+"""Metrics of how close a continuation is to the text that the model was trained on.
 
 Two kinds. Teacher-forced metrics look at `hits`, one bool per suffix token: "given the true tokens before it, was this
 token the model's first choice?". Free-running ones compare the ids or the text of a greedy continuation (`generated`)
@@ -41,13 +41,13 @@ _LETTERS = bytes(byte if chr(byte).isalnum() and byte < 128 else 32 for byte in 
 
 @register_metric("exact_match", "verbatim", mean="share")
 def exact_match(divergence_point: int, suffix_length: int) -> bool:
-    """Whether greedy decoding gives back the full suffix: no first miss."""
+    """True if greedy decoding gives back the full suffix: no first miss."""
     return divergence_point == suffix_length
 
 
 @register_metric("near_verbatim", "near-verbatim", mean="share", shown_in="report")
 def near_verbatim(generated: Sequence[int], suffix: Sequence[int]) -> bool:
-    """Whether the `edit_distance` is at most NEAR_VERBATIM."""
+    """True if the `edit_distance` is at most NEAR_VERBATIM."""
     return edit_distance(generated, suffix) <= NEAR_VERBATIM
 
 
@@ -71,19 +71,19 @@ def rouge_l(generated_text: str, suffix_text: str) -> float | None:
 
 @register_metric("rouge1_to_eos", "ROUGE-1 up to EOS", shown_in="summary", least=0, most=1)
 def rouge1_to_eos(text_to_eos: str, suffix_text: str) -> float | None:
-    """`rouge1` of what the model says before it ends the text."""
+    """`rouge1` of the continuation up to the end of its text."""
     return _last_rouge(text_to_eos, suffix_text)["rouge1"]
 
 
 @register_metric("rouge2_to_eos", "ROUGE-2 up to EOS", shown_in="summary", least=0, most=1)
 def rouge2_to_eos(text_to_eos: str, suffix_text: str) -> float | None:
-    """`rouge2` of what the model says before it ends the text."""
+    """`rouge2` of the continuation up to the end of its text."""
     return _last_rouge(text_to_eos, suffix_text)["rouge2"]
 
 
 @register_metric("rougeL_to_eos", "ROUGE-L up to EOS", shown_in="summary", least=0, most=1)
 def rouge_l_to_eos(text_to_eos: str, suffix_text: str) -> float | None:
-    """`rougeL` of what the model says before it ends the text.
+    """`rougeL` of the continuation up to the end of its text.
 
     A greedy continuation is the same up to its first EOS, whether generation ends there or goes on. So this is exactly
     what `generate` with that EOS gives.
@@ -129,7 +129,7 @@ def free_running_accuracy(generated: Sequence[int], suffix: Sequence[int]) -> fl
     """
     if len(generated) != len(suffix):
         raise ValueError(f"the continuation has {len(generated)} tokens and the suffix {len(suffix)}.")
-    return token_accuracy([mine == true for mine, true in zip(generated, suffix, strict=True)])
+    return token_accuracy([token == true for token, true in zip(generated, suffix, strict=True)])
 
 
 @register_metric("divergence_point", "divergence point (tokens)", shown_in="summary", least=0)
@@ -153,7 +153,8 @@ def longest_common_run(generated: Sequence[int], suffix: Sequence[int]) -> int:
 
 @lru_cache(maxsize=1)  # two metrics ask for the same pair one after the other
 def _last_run(generated: tuple[int, ...], suffix: tuple[int, ...]) -> int:
-    """For each place of the continuation an integer holds in its bits where in the suffix the same run begins.
+    """Find the longest run; an integer for each place of the continuation holds in its bits the places of the suffix
+    where the same run begins.
 
     Runs of length 1, 2, 4, ... come by joining two of half the length; then the longest is put together from the
     longest down. So the time is about n log n integer operations, also where a few ids repeat for ever.
@@ -167,19 +168,19 @@ def _last_run(generated: tuple[int, ...], suffix: tuple[int, ...]) -> int:
     begins = {place: places[token] for place, token in enumerate(generated) if token in places}
     while begins:
         levels.append((longest, begins))
-        begins, longest = _joined(begins, begins, longest), 2 * longest
+        begins, longest = _join_runs(begins, begins, longest), 2 * longest
     if not levels:
         return 0
     longest, begins = levels.pop()
     for length, shorter in reversed(levels):
-        extended = _joined(begins, shorter, longest)
+        extended = _join_runs(begins, shorter, longest)
         if extended:
             begins, longest = extended, longest + length
     return longest
 
 
-def _joined(first: dict[int, int], second: dict[int, int], length: int) -> dict[int, int]:
-    """Where a run of `first`, which is `length` long, is followed by one of `second`, in both texts."""
+def _join_runs(first: dict[int, int], second: dict[int, int], length: int) -> dict[int, int]:
+    """Return the places where a run of `first`, of `length` ids, is followed by one of `second`, in both texts."""
     joined = {}
     for place, begins in first.items():
         follows = second.get(place + length)
@@ -307,7 +308,7 @@ def zlib_ratio(suffix_text: str) -> float | None:
 
 
 def is_degenerate(types: float | None, compressed: float | None) -> bool | None:
-    """Whether a suffix repeats itself so much that its extraction says little.
+    """Return whether a suffix repeats itself so much that its extraction means little.
 
     Args:
         types: its `type_token_ratio`, None if not known.
@@ -323,30 +324,30 @@ def is_degenerate(types: float | None, compressed: float | None) -> bool | None:
 def rouge(prediction: str, reference: str) -> dict[str, float | None]:
     """ROUGE-1, ROUGE-2 and ROUGE-L, F1, as package rouge-score computes them without stemming.
 
-    Of a reference without a-z and digits ROUGE says nothing, and the values are None; so is ROUGE-2 of a reference of
-    one word.
+    ROUGE is not defined for a reference without a-z and digits, and the values are None; so is ROUGE-2 for one of one
+    word.
 
     Args:
         prediction: what the model wrote.
-        reference: what was hoped for.
+        reference: the true suffix.
     Returns:
         `rouge1`, `rouge2`, `rougeL`, each between 0 and 1 or None.
     """
-    mine, true = words(prediction), words(reference)
+    given, true = words(prediction), words(reference)
     if not true:
         return {"rouge1": None, "rouge2": None, "rougeL": None}
-    if mine == true:
+    if given == true:
         return {"rouge1": 1.0, "rouge2": 1.0 if len(true) > 1 else None, "rougeL": 1.0}
-    shared = _shared(mine, true)
+    shared = _count_shared(given, true)
     # a subsequence cannot be longer than what is shared, and without any there is none
-    common = _longest_common_subsequence(mine, true) if shared else 0
+    common = _longest_common_subsequence(given, true) if shared else 0
     pairs = None
     if len(true) > 1:
-        pairs = _shared(zip(mine, mine[1:]), zip(true, true[1:])) if shared else 0  # noqa: B905 (pairs: one is shorter)
+        pairs = _count_shared(zip(given, given[1:]), zip(true, true[1:])) if shared else 0  # noqa: B905 (pairs: one is shorter)
     return {
-        "rouge1": _f1(shared, len(mine), len(true)),
-        "rouge2": None if pairs is None else _f1(pairs, len(mine) - 1, len(true) - 1),
-        "rougeL": _f1(common, len(mine), len(true)),
+        "rouge1": _f1(shared, len(given), len(true)),
+        "rouge2": None if pairs is None else _f1(pairs, len(given) - 1, len(true) - 1),
+        "rougeL": _f1(common, len(given), len(true)),
     }
 
 
@@ -354,30 +355,30 @@ _last_rouge = lru_cache(maxsize=1)(rouge)  # three metrics ask for the same pair
 
 
 def words(text: str) -> list[bytes]:
-    """The words that rouge-score sees in a text, in ASCII bytes."""
+    """Split a text into the words that rouge-score sees, in ASCII bytes."""
     # lower() first: it turns the Kelvin sign into k; "replace" turns what is not ASCII into a question mark
     return text.lower().encode("ascii", "replace").translate(_LETTERS).split()
 
 
-def _shared(mine: Iterable[Hashable], true: Iterable[Hashable]) -> int:
+def _count_shared(given: Iterable[Hashable], true: Iterable[Hashable]) -> int:
     """Size of the intersection of two multisets."""
-    left = Counter(mine)
-    of_mine, total = left.get, 0
+    left = Counter(given)
+    count_of, total = left.get, 0
     for gram in true:
-        if count := of_mine(gram):
+        if count := count_of(gram):
             left[gram] = count - 1
             total += 1
     return total
 
 
-def _longest_common_subsequence(mine: Sequence[Hashable], true: Sequence[Hashable]) -> int:
+def _longest_common_subsequence(given: Sequence[Hashable], true: Sequence[Hashable]) -> int:
     from rapidfuzz.distance import LCSseq
 
-    return LCSseq.similarity(mine, true)
+    return LCSseq.similarity(given, true)
 
 
-def _f1(shared: int, mine: int, true: int) -> float:
+def _f1(shared: int, given: int, true: int) -> float:
     if not shared:
         return 0.0
-    precision, recall = shared / mine, shared / true
+    precision, recall = shared / given, shared / true
     return 2 * precision * recall / (precision + recall)

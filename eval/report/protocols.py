@@ -6,7 +6,7 @@ run.json has the lines (data/contract.py); those that wait for the answers are d
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_axonn_eval.data.contract import DEVIATION, MET, closed, deviations
+from hf_axonn_eval.data.contract import DEVIATION, MET, close_lines, deviations
 
 
 Comparison = Mapping[str, Any]
@@ -27,7 +27,7 @@ def lines_of(summary: Mapping[str, Any]) -> tuple[str, list[dict[str, str]] | No
         return str(record["name"]), None
     entry = summary["all"]["metrics"].get("holds_eos")
     facts = {} if entry is None else {"eos_generated": round(entry["mean"] * entry["n"])}
-    return str(record["name"]), closed(record["lines"], facts)
+    return str(record["name"]), close_lines(record["lines"], facts)
 
 
 def standing(comparison: Comparison) -> str:

@@ -1,9 +1,9 @@
-"""What a server must be able to say so that a model behind it can be measured, and what it means.
+"""Answers that a server must give so that the model behind it can be measured, and their meaning.
 
 One request gives, for each token of a prompt, its log-probability and those of the most likely tokens at its place.
 That is a teacher-forced pass (extraction/scoring.py), seen through a keyhole: the `alternatives` of a place are all
-that is known of its distribution. What they do not tell is refused before the first sample is asked
-(`alternatives_needed`) or stays unknown; nothing is filled in.
+that is known of its distribution. Scores that they leave open are refused before the first sample is asked
+(`alternatives_needed`) or stay unknown; nothing is filled in.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN_SCORES = ("min_k_plus_plus",)  # membership scores that need the full di
 
 
 class Place(NamedTuple):
-    """What is known of one place: `logprob` of the token there, in nats, and that of the most likely ones by id."""
+    """One place: `logprob` of the token there, in nats, and the `alternatives`, the most likely ones by id."""
 
     logprob: float
     alternatives: Mapping[int, float]
@@ -34,23 +34,24 @@ class Backend(Protocol):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What run.json keeps of it: `base_url`, `name`, `server` (its version, None if it does not say), and
+        """Entries for run.json: `base_url`, `name`, `server` (its version, None if it does not say), and
         `max_tokens` of prompt and continuation together (None if it does not say)."""
         ...
 
     def check(self, token_ids: Sequence[int], *, least: int, better: int) -> int:
-        """Ask for a short prompt once, and for fewer alternatives if there are not so many.
+        """Ask for a short prompt once, and again for fewer alternatives if there are not as many.
 
         Returns:
-            how many alternatives it gives: `better` or `least`.
+            The number of alternatives that it gives: `better` or `least`.
         Raises:
             ValueError: it gives fewer, or no log-probabilities of prompts at all; the message has both numbers.
         """
         ...
 
     def score(self, token_ids: Sequence[int], *, last: int, alternatives: int) -> list[Place]:
-        """The last `last` tokens of a prompt, with so many alternatives each; one more where the token itself is not
-        among them.
+        """Score the last `last` tokens of a prompt, with that number of alternatives each.
+
+        A token that is not among its alternatives is added to them.
 
         Raises:
             ValueError: the server refuses, fails, or answers something else than it was asked.
@@ -58,7 +59,7 @@ class Backend(Protocol):
         ...
 
     def generate(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """The greedy continuation of a prompt, `count` tokens.
+        """Return the greedy continuation of a prompt, `count` tokens.
 
         Raises:
             ValueError: likewise, or the continuation ends before.
@@ -66,7 +67,7 @@ class Backend(Protocol):
         ...
 
     def encode(self, text: str) -> list[int] | None:
-        """The ids of a text, without special tokens; None from a server that does not say."""
+        """Return the ids of a text, without special tokens; None from a server that does not tell."""
         ...
 
     def stop(self) -> None:
@@ -75,7 +76,7 @@ class Backend(Protocol):
 
 
 def alternatives_needed(sampler: Sampler | None) -> tuple[int, int]:
-    """How many log-probabilities of a place must be known, and how many are better.
+    """Return how many log-probabilities of a place must be known, and how many are better.
 
     A sampler that keeps the k most likely tokens also keeps all that equal the k-th, so one more than k is needed: it
     says whether there are such. Logits of 16 bits are often equal, so twice k is better: where all that are known
@@ -101,14 +102,14 @@ def alternatives_needed(sampler: Sampler | None) -> tuple[int, int]:
 def score_of(
     sample: Sample, places: Sequence[Place], *, sampler: Sampler | None, alternatives: int, tokenizer: Any = None
 ) -> Score:
-    """What a pass would say of a sample.
+    """Make the score that a pass would give a sample.
 
     Args:
-        sample: which was asked.
+        sample: that the server was asked.
         places: of its last tokens; at least those of the suffix, and with `tokenizer` all but the first.
-        sampler: whose log-probability of the suffix is asked for too; None where the alternatives leave it open.
+        sampler: whose log-probability of the suffix is computed too, None where the alternatives leave it open.
         alternatives: how many there are of each place.
-        tokenizer: membership scores are asked for if it is given; UNKNOWN_SCORES are left out.
+        tokenizer: if given, membership scores are computed, without UNKNOWN_SCORES.
     """
     suffix = places[-len(sample.suffix) :]
     choices, leads = [], []
@@ -127,13 +128,17 @@ def score_of(
         logprobs=[place.logprob for place in suffix],
         choices=choices,
         leads=leads,
-        sampled_logprob=_sampled(sampler, sample.suffix, suffix, alternatives) if sampler is not None else None,
+        sampled_logprob=_sampled_logprob(sampler, sample.suffix, suffix, alternatives)
+        if sampler is not None
+        else None,
         membership=of_members,
     )
 
 
-def _sampled(sampler: Sampler, suffix: Sequence[int], places: Sequence[Place], alternatives: int) -> float | None:
-    """Log-probability of a suffix in one draw, in nats; None where more tokens equal the k-th than are known."""
+def _sampled_logprob(
+    sampler: Sampler, suffix: Sequence[int], places: Sequence[Place], alternatives: int
+) -> float | None:
+    """Score a suffix in one draw, in nats; None where more tokens equal the k-th than are known."""
     import torch
 
     if _changes_nothing(sampler):

@@ -44,7 +44,7 @@ _ALLOWED = re.compile(r"max(?:imum)? (?:allowed|number)\D*(\d+)|max_logprobs\D*(
 
 
 class CompletionsBackend:
-    """A model behind such a server. May be asked by several threads.
+    """A model behind such a server. Several threads may use it.
 
     Args:
         client: of the server; its base_url ends in /v1.
@@ -73,7 +73,7 @@ class CompletionsBackend:
         }
 
     def check(self, token_ids: Sequence[int], *, least: int, better: int) -> int:
-        """As `Backend.check`."""
+        """See `Backend.check`."""
         for alternatives in dict.fromkeys((better, least)):
             try:
                 self.score(token_ids, last=1, alternatives=alternatives)
@@ -88,7 +88,7 @@ class CompletionsBackend:
         ) from refused
 
     def score(self, token_ids: Sequence[int], *, last: int, alternatives: int) -> list[Place]:
-        """As `Backend.score`; the server also decodes one token, the fewest that it can be asked for."""
+        """See `Backend.score`; the server also decodes one token, the least number that it can be asked for."""
         choice = self._choice(token_ids, max_tokens=1, prompt_logprobs=alternatives)
         places = choice.get("prompt_logprobs")
         if not isinstance(places, list):
@@ -106,7 +106,7 @@ class CompletionsBackend:
         ]
 
     def generate(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """As `Backend.generate`."""
+        """See `Backend.generate`."""
         choice = self._choice(token_ids, max_tokens=count)
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list) or not all(map(is_count, tokens)):
@@ -123,7 +123,7 @@ class CompletionsBackend:
         return tokens
 
     def encode(self, text: str) -> list[int] | None:
-        """As `Backend.encode`, by vLLM's /tokenize."""
+        """See `Backend.encode`; uses vLLM's /tokenize."""
         try:
             body = {"model": self._name, "prompt": text, "add_special_tokens": False}
             answer = self._client.post(f"{self._client.origin}/tokenize", body)
@@ -135,23 +135,23 @@ class CompletionsBackend:
         return tokens if isinstance(tokens, list) and all(map(is_count, tokens)) else None
 
     def stop(self) -> None:
-        """As `Backend.stop`."""
+        """See `Backend.stop`."""
         self._client.stop()
 
     @property
     def _where(self) -> str:
         return f"{self._name} at {self._client.base_url}"
 
-    def _choice(self, token_ids: Sequence[int], **asked: Any) -> Mapping[str, Any]:
-        body = {"model": self._name, "prompt": list(token_ids), **_NEUTRAL, **asked}
+    def _choice(self, token_ids: Sequence[int], **options: Any) -> Mapping[str, Any]:
+        body = {"model": self._name, "prompt": list(token_ids), **_NEUTRAL, **options}
         answer = self._client.post(f"{self._client.base_url}/completions", body)
         choices = answer.get("choices") if isinstance(answer, Mapping) else None
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
-            raise ValueError(f"{self._where} answers without one choice, so it is no such API: {_shown(answer)}")
+            raise ValueError(f"{self._where} answers without one choice, so it is no such API: {_clip(answer)}")
         seen = choices[0].get("prompt_token_ids")
         if seen is not None and seen != list(token_ids):
             raise ValueError(
-                f"{self._where} was sent {len(token_ids)} token ids and says that it saw others: {_shown(seen)}. "
+                f"{self._where} was sent {len(token_ids)} token ids and says that it saw others: {_clip(seen)}. "
                 "Something between here and the model changes prompts, by another tokenizer or by cutting them."
             )
         return choices[0]
@@ -159,14 +159,14 @@ class CompletionsBackend:
     def _place(self, entry: Any, token: int, number: int, alternatives: int) -> Place:
         where = f"{self._where}, prompt token {number}"
         if not isinstance(entry, Mapping):
-            raise ValueError(f"{where} has no log-probabilities, but {_shown(entry)}.")
+            raise ValueError(f"{where} has no log-probabilities, but {_clip(entry)}.")
         try:
             known = {int(other): _logprob(value["logprob"]) for other, value in entry.items()}
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{where} has log-probabilities that are none: {_shown(entry)}.") from None
+            raise ValueError(f"{where} has log-probabilities that are none: {_clip(entry)}.") from None
         if token not in known:
             raise ValueError(
-                f"{where} is id {token}, and the server gives the log-probabilities of {_shown(sorted(known))} there: "
+                f"{where} is id {token}, and the server gives the log-probabilities of {_clip(sorted(known))} there: "
                 "it was asked about other ids than it answers for."
             )
         if len(known) < alternatives:
@@ -188,12 +188,12 @@ def _served_models(client: JsonClient) -> dict[str, Mapping[str, Any]]:
     answer = client.get(f"{client.base_url}/models")
     entries = answer.get("data") if isinstance(answer, Mapping) else None
     if not isinstance(entries, list):
-        raise ValueError(f"{client.base_url}/models does not list models, so it is no such API: {_shown(answer)}")
+        raise ValueError(f"{client.base_url}/models does not list models, so it is no such API: {_clip(answer)}")
     return {entry["id"]: entry for entry in entries if isinstance(entry, Mapping) and isinstance(entry.get("id"), str)}
 
 
 def _version(client: JsonClient) -> str | None:
-    """The server's version, if it has the address for it that vLLM has."""
+    """Return the server's version, if it has vLLM's address for it."""
     try:
         answer = client.get(f"{client.origin}/version")
     except Refused:
@@ -202,6 +202,6 @@ def _version(client: JsonClient) -> str | None:
     return version if isinstance(version, str) else None
 
 
-def _shown(value: Any) -> str:
+def _clip(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

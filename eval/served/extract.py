@@ -1,8 +1,7 @@
 """Ask a model that a server holds for its training data, and keep the answers where `extract` keeps them.
 
 One request a sample gives what the teacher-forced pass gives; a second one, for a sample that is not extracted,
-decodes from the first miss on. Requests are under way side by side, and what came back is written before more are
-sent.
+decodes from the first miss on. Requests are under way side by side, and the answers are written before more are sent.
 """
 
 from __future__ import annotations
@@ -10,25 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tqdm import tqdm
-
 from hf_axonn.compat.messages import get_logger
-from hf_axonn_eval.analysis.chance import against_chance
-from hf_axonn_eval.analysis.intervals import check_confidence
-from hf_axonn_eval.analysis.summary import summarize
 from hf_axonn_eval.data.jsonl import is_count
-from hf_axonn_eval.data.protocols import checked as checked_protocol
-from hf_axonn_eval.data.results import RunDirectory, SampleResult, read_record
+from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.data.tokenizer_identity import check_ids
-from hf_axonn_eval.extraction.extract import look_through, tokenizer_record_of, warn_of_chance
-from hf_axonn_eval.extraction.prefix_matching import matched
-from hf_axonn_eval.extraction.run_record import identity_of, this_start
+from hf_axonn_eval.extraction.near_copies import NearCopySearch
+from hf_axonn_eval.extraction.options import Options
+from hf_axonn_eval.extraction.prefix_matching import match_choices
+from hf_axonn_eval.extraction.run import Asker, Survey, run, survey_samples
 from hf_axonn_eval.extraction.runner import eos_ids, result_of
 from hf_axonn_eval.extraction.scoring import BOUNDS, Score
+from hf_axonn_eval.extraction.work_split import WorkSplit
 from hf_axonn_eval.metrics.discoverability import Sampler
 from hf_axonn_eval.served.backend import UNKNOWN_SCORES, Backend, alternatives_needed, score_of
 
@@ -48,9 +43,11 @@ def extract_served(
     output: str | os.PathLike[str],
     requests: int = REQUESTS,
     generate: bool = True,
+    stop_early: bool = False,
     sampler: Sampler | None = None,
     membership: bool = False,
     guesses: bool = False,
+    near_copies: NearCopySearch | None = None,
     protocol: dict[str, Any] | None = None,
     left_out: dict[str, int] | None = None,
     confidence: float = 0.95,
@@ -61,143 +58,156 @@ def extract_served(
     The results have the fields of `extract`, with the same meaning. What the server leaves open is None: membership
     scores that need the full distribution, and `sampled_logprob` of a sample where more tokens than are known may
     equal the k-th most likely one. The weights cannot be read, so run.json says that there is no fingerprint; a run
-    goes on only if the server still gives the first sample the log-probabilities that were kept.
+    is resumed only if the server still gives the first sample the log-probabilities that were kept.
 
     Args:
-        backend: which answers.
+        backend: the server.
         tokenizer: of the model, for texts; the server's must give the same ids, where it says so.
         samples: as for `extract`.
-        output: directory for the run; one that was stopped goes on from there.
+        output: directory for the run; one that was stopped is resumed.
         requests: how many are under way at once.
         generate: whether to decode from the first miss on.
+        stop_early, near_copies: refused.
         sampler: as for `extract`; top-p and a temperature only together with a top_k.
         membership: whether to compute membership scores, those that log-probabilities give.
         guesses: as for `extract`; one more request for each sample that is not extracted.
-        protocol: as for `extract`.
-        left_out: as for `extract`.
-        confidence: of the intervals in summary.json.
-        progress: show a progress bar.
+        protocol, left_out, confidence, progress: as for `extract`.
     Returns:
         One result a sample, in the order of the samples, read from the file as they are asked for.
     Raises:
         ValueError: as `extract`; a server that gives too few log-probabilities for the sampler, another tokenizer,
             too short a window, an answer that is none, or no answer.
     """
-    samples = samples if isinstance(samples, Sequence) else list(samples)
     if not is_count(requests, least=1):
         raise ValueError(f"requests is {requests!r}, but it must be at least 1.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("a server is asked by one process: run extract without accelerate launch.")
-    if guesses and not generate:
-        raise ValueError("guesses are greedy continuations: they need generate=True (no --no_generation).")
-    check_confidence(confidence)
-    order, lengths, largest_id = look_through(samples)
-    check_ids(tokenizer, largest_id)
-    window, longest = backend.record["max_tokens"], max(map(sum, lengths))
-    if window is not None and longest + 1 > window:  # the server decodes one token after what it scores
-        raise ValueError(
-            f"a sample has {longest} tokens, and the server takes {window - 1} and one more that it decodes "
-            "(max_model_len): use shorter prefixes and suffixes, or start it with a longer --max-model-len."
-        )
-    least, better = alternatives_needed(sampler)
-    first = samples[0]
-    alternatives = backend.check([*first.prefix, *first.suffix][:_CHECKED], least=least, better=better)
-    tokenizer_record = {
-        **tokenizer_record_of(tokenizer, samples),
-        "server_checked": _same_ids(backend, tokenizer, first),
-    }
-
-    asker = _Asker(
-        backend=backend,
-        tokenizer=tokenizer,
+    for name, given in (("stop_early", stop_early), ("near_copies", near_copies is not None)):
+        if given:
+            raise ValueError(
+                f"{name} does not go with a server, which scores a full suffix in one request, while a search would "
+                "be hundreds of them: leave it out, or load the model here."
+            )
+    options = Options(
+        output=output,
         generate=generate,
         sampler=sampler,
         membership=membership,
         guesses=guesses,
-        known=alternatives,
+        protocol=protocol,
+        left_out=left_out,
+        confidence=confidence,
+        progress=progress,
     )
-    directory = RunDirectory(output)
-    record = _record(
-        backend,
-        tokenizer_record,
-        identity=identity_of(samples, generate=generate, sampler=sampler, membership=membership, guesses=guesses),
-        settings={
-            "requests": requests,
-            "alternatives": alternatives,
-            "decoding": "greedy, no stop, no penalties",
-            "sampler": vars(sampler) if sampler is not None else None,
-            "near_tie_below": _BOUND,
-            "membership_unknown": list(UNKNOWN_SCORES) if membership else None,
-            "protocol": checked_protocol(protocol, asker.facts()),
-            "left_out": left_out,
-            "confidence": confidence,
-        },
-    )
-    finished = directory.begin(record)
-    done = {order[result.sample_id] for result in finished}
-    if finished:
-        _check_unchanged(asker, samples[order[finished[0].sample_id]], finished[0])
-    left = (sample for place, sample in enumerate(samples) if place not in done)
-    with tqdm(
-        total=len(samples), initial=len(done), unit="sample", dynamic_ncols=True, disable=None if progress else True
-    ) as bar:
-        for measured in asker.all(left, requests):
-            directory.append(measured)
-            bar.update(len(measured))
-
-    results = directory.results(order)
-    summary = summarize(results, record=read_record(directory.path), confidence=confidence)
-    unknown = sum(result.sampled_logprob is None for result in results) if sampler is not None else 0
-    if unknown:
-        logger.warning(
-            "of %d of %d samples the probability under %s is unknown: all %d log-probabilities that the server gives "
-            "from the top_k-th on are equal somewhere. Start it with a larger --max-logprobs.",
-            unknown,
-            len(results),
-            sampler.text if sampler is not None else "",
-            alternatives,
+    survey = survey_samples(samples)
+    window = backend.record["max_tokens"]
+    if window is not None and survey.longest + 1 > window:  # the server decodes one token after what it scores
+        raise ValueError(
+            f"a sample has {survey.longest} tokens, and the server takes {window - 1} and one more that it decodes "
+            "(max_model_len): use shorter prefixes and suffixes, or start it with a longer --max-model-len."
         )
-    vocabulary = len(tokenizer)  # without the padding of the model's, which the server does not tell
-    chance = against_chance(summary["all"]["metrics"].get("nll", {}).get("mean"), vocabulary)
-    warn_of_chance(chance, vocabulary)
-    directory.finish({**summary, "chance": chance, "sampled_unknown": unknown})
-    return results
+    return run(_Asker(backend=backend, tokenizer=tokenizer, options=options, requests=requests), survey)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asker:
-    """Samples to the server, results back; `known` is the number of alternatives."""
+@dataclass(kw_only=True)
+class _Asker(Asker):
+    """Asks a server, `requests` at a time."""
 
     backend: Backend
     tokenizer: Any
-    generate: bool
-    sampler: Sampler | None
-    membership: bool
-    guesses: bool
-    known: int
+    options: Options
+    requests: int
+    work_split: WorkSplit = field(default_factory=WorkSplit)
+
+    def __post_init__(self) -> None:
+        self.vocabulary = len(self.tokenizer)  # without the padding of the model's, which the server does not tell
+        self.eos = eos_ids(None, self.tokenizer)
+
+    @contextmanager
+    def prepare(self, survey: Survey) -> Iterator[None]:
+        """Ask how many `alternatives` of a token the server gives, and whether it has the same tokenizer."""
+        least, better = alternatives_needed(self.options.sampler)
+        first = survey.samples[0]
+        self.alternatives = self.backend.check([*first.prefix, *first.suffix][:_CHECKED], least=least, better=better)
+        self.same_ids = _same_ids(self.backend, self.tokenizer, first)
+        yield
 
     def facts(self) -> dict[str, Any]:
-        """As `Runner.facts`; what the server computes in, and what family the model is of, it does not say."""
-        return {
+        return {  # the server tells neither its dtype nor the family of the model
             "dtype": None,
             "family": None,
-            "generate": self.generate,
-            "sampler": vars(self.sampler) if self.sampler is not None else None,
-            "stop_early": False,
-            "guesses": self.guesses,
-            "eos": list(eos_ids(None, self.tokenizer)),
+            "eos": list(self.eos),
         }
 
-    def one(self, sample: Sample) -> SampleResult:
-        """The result of one sample: one request, or up to three."""
-        score = self._score(sample, full=self.membership)
+    def describe(self) -> dict[str, Any]:
+        served = dict(self.backend.record)
+        name = f"{served['name']} as {served['base_url']} serves it"
+        no_fingerprint = f"unknown: {name}; a server does not show its weights"
+        return {
+            "identity": {
+                "served": {key: value for key, value in served.items() if key != "max_tokens"},
+                "model_fingerprint": no_fingerprint,
+                "base_fingerprint": None,
+                "dtype": "unknown: the server's",
+                "attn_implementation": None,
+            },
+            "access": "log-probabilities and texts of a server",
+            "model": {"path": f"{served['name']} at {served['base_url']}", "fingerprint": no_fingerprint, **served},
+            "tokenizer": {"server_checked": self.same_ids},
+            "settings": {
+                "requests": self.requests,
+                "alternatives": self.alternatives,
+                **self.options.decoding(),
+                "near_tie_below": _BOUND,
+                "membership_unknown": list(UNKNOWN_SCORES) if self.options.membership else None,
+            },
+            "precision": None,
+            "processes": 1,
+            "grid": None,
+            "device": {"type": "a server's"},
+            "versions": {"server": served["server"]} if served["server"] is not None else {},
+        }
+
+    def check_resumed(self, sample: Sample, kept: SampleResult) -> None:
+        """Raise unless the server still gives a sample the log-probabilities that were kept.
+
+        Raises:
+            ValueError: one is further away than batches or rounding in 16 bits move it.
+        """
+        pairs = zip(self._score(sample, full=False).logprobs, kept.logprobs or (), strict=True)
+        away = max((abs(one - other) for one, other in pairs if one != other), default=0.0)  # -inf may equal -inf
+        if away > _BOUND:
+            raise ValueError(
+                f"the server gives sample {sample.sample_id!r} a log-probability that is {away:.3g} nats from the one "
+                f"that was kept (at most {_BOUND} is rounding): it serves another model now. Name another output "
+                "directory."
+            )
+
+    def conclude(self, results: Sequence[SampleResult]) -> dict[str, Any]:
+        """Return the number of samples whose probability under the sampler is unknown, and warn of them."""
+        sampler = self.options.sampler
+        unknown = sum(result.sampled_logprob is None for result in results) if sampler is not None else 0
+        if unknown:
+            logger.warning(
+                "of %d of %d samples the probability under %s is unknown: all %d log-probabilities that the server "
+                "gives from the top_k-th on are equal somewhere. Start it with a larger --max-logprobs.",
+                unknown,
+                len(results),
+                sampler.text if sampler is not None else "",
+                self.alternatives,
+            )
+        return {"sampled_unknown": unknown}
+
+    def _measure_one(self, sample: Sample) -> SampleResult:
+        """Measure a sample with one request, or up to three."""
+        score = self._score(sample, full=self.options.membership)
         continuation, guessed = None, None
-        if self.generate:
-            continuation = matched(score.choices, sample.suffix, score.leads).known
+        if self.options.generate:
+            continuation = match_choices(score.choices, sample.suffix, score.leads).known
             missing = len(sample.suffix) - len(continuation)
             if missing:
                 continuation += self.backend.generate([*sample.prefix, *continuation], missing)
-            if self.guesses:
+            if self.options.guesses:
                 same = continuation == list(sample.suffix)
                 guess = score if same else self._score(replace(sample, suffix=tuple(continuation)), full=False)
                 guessed = sum(guess.logprobs)
@@ -207,36 +217,34 @@ class _Asker:
             continuation,
             self.tokenizer,
             bound=_BOUND,
-            eos=eos_ids(None, self.tokenizer),
+            eos=self.eos,
             generated_logprob=guessed,
         )
 
-    def logprobs(self, sample: Sample) -> list[float]:
-        """Of the suffix, in nats: one request."""
-        return self._score(sample, full=False).logprobs
-
     def _score(self, sample: Sample, *, full: bool) -> Score:
         tokens = [*sample.prefix, *sample.suffix]
+        last = len(tokens) - 1 if full else len(sample.suffix)
         return score_of(
             sample,
-            self.backend.score(tokens, last=len(tokens) - 1 if full else len(sample.suffix), alternatives=self.known),
-            sampler=self.sampler,
-            alternatives=self.known,
+            self.backend.score(tokens, last=last, alternatives=self.alternatives),
+            sampler=self.options.sampler,
+            alternatives=self.alternatives,
             tokenizer=self.tokenizer if full else None,
         )
 
-    def all(self, samples: Iterator[Sample], requests: int) -> Iterator[list[SampleResult]]:
+    def measure(self, samples: Sequence[Sample], done: set[int]) -> Iterator[list[SampleResult]]:
         """Yield results as they come, in any order.
 
         After an error no more samples are sent; what was under way and came back is yielded before it is raised.
         """
+        left = (sample for place, sample in enumerate(samples) if place not in done)
         failed: BaseException | None = None
-        with ThreadPoolExecutor(requests, thread_name_prefix="served") as pool:
+        with ThreadPoolExecutor(self.requests, thread_name_prefix="served") as pool:
             under_way: set[Future[SampleResult]] = set()
             try:
                 while True:
-                    while failed is None and len(under_way) < 2 * requests and (sample := next(samples, None)):
-                        under_way.add(pool.submit(self.one, sample))
+                    while failed is None and len(under_way) < 2 * self.requests and (sample := next(left, None)):
+                        under_way.add(pool.submit(self._measure_one, sample))
                     if not under_way:
                         break
                     came, under_way = wait(under_way, return_when=FIRST_COMPLETED)
@@ -247,49 +255,18 @@ class _Asker:
                         for future in list(under_way):
                             if future.cancel():
                                 under_way.remove(future)
-                    if measured := [future.result() for future in came if future.exception() is None]:
-                        yield measured
+                    if results := [future.result() for future in came if future.exception() is None]:
+                        yield results
             finally:
-                if under_way:  # whoever read the results has stopped
+                if under_way:  # the reader of the results has stopped
                     self.backend.stop()
                     pool.shutdown(wait=False, cancel_futures=True)
         if failed is not None:
             raise failed
 
 
-def _record(
-    backend: Backend, tokenizer_record: dict[str, Any], *, identity: dict[str, Any], settings: dict[str, Any]
-) -> dict[str, Any]:
-    """The content of run.json."""
-    served = dict(backend.record)
-    no_fingerprint = f"unknown: {served['name']} as {served['base_url']} serves it; a server does not show its weights"
-    start = this_start()
-    if served["server"] is not None:
-        start["versions"]["server"] = served["server"]
-    return {
-        "identity": {
-            **identity,
-            "served": {key: value for key, value in served.items() if key != "max_tokens"},
-            "model_fingerprint": no_fingerprint,
-            "base_fingerprint": None,
-            "dtype": "unknown: the server's",
-            "attn_implementation": None,
-            "tokenizer_sha256": tokenizer_record["sha256"],
-        },
-        "access": "log-probabilities and texts of a server",
-        "model": {"path": f"{served['name']} at {served['base_url']}", "fingerprint": no_fingerprint, **served},
-        "tokenizer": tokenizer_record,
-        "settings": settings,
-        "precision": None,
-        "processes": 1,
-        "grid": None,
-        "device": {"type": "a server's"},
-        **start,
-    }
-
-
 def _same_ids(backend: Backend, tokenizer: Any, sample: Sample) -> bool:
-    """Whether the server's tokenizer gives the ids of the one here; not, if it does not say.
+    """Return whether the server's tokenizer gives the ids of the one here; False if the server does not tell.
 
     Raises:
         ValueError: it gives others.
@@ -298,31 +275,15 @@ def _same_ids(backend: Backend, tokenizer: Any, sample: Sample) -> bool:
     theirs = backend.encode(text)
     if theirs is None:
         return False
-    mine = tokenizer.encode(text, add_special_tokens=False)
-    if mine != theirs:
-        place = next((at for at, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
-        place = min(len(mine), len(theirs)) if place is None else place
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if ids != theirs:
+        place = next((at for at, pair in enumerate(zip(ids, theirs, strict=False)) if pair[0] != pair[1]), None)
+        place = min(len(ids), len(theirs)) if place is None else place
         raise ValueError(
             f"the server's tokenizer is another one: of the text of sample {sample.sample_id!r} it makes "
-            f"{len(theirs)} ids and the tokenizer here ({getattr(tokenizer, 'name_or_path', '')}) {len(mine)}, which "
-            f"differ from place {place} on ({mine[place : place + 3]} here, {theirs[place : place + 3]} there). The "
+            f"{len(theirs)} ids and the tokenizer here ({getattr(tokenizer, 'name_or_path', '')}) {len(ids)}, which "
+            f"differ from place {place} on ({ids[place : place + 3]} here, {theirs[place : place + 3]} there). The "
             "samples' ids are other words to the model: name its tokenizer with --tokenizer, and write the samples "
             "with that one."
         )
     return True
-
-
-def _check_unchanged(asker: _Asker, sample: Sample, kept: SampleResult) -> None:
-    """Raise unless the server still says of a sample what it said when the run began.
-
-    Raises:
-        ValueError: a log-probability is further away than batches or rounding in 16 bits move it.
-    """
-    pairs = zip(asker.logprobs(sample), kept.logprobs or (), strict=True)
-    away = max((abs(one - other) for one, other in pairs if one != other), default=0.0)  # -inf may equal -inf
-    if away > _BOUND:
-        raise ValueError(
-            f"the server gives sample {sample.sample_id!r} a log-probability that is {away:.3g} nats from the one "
-            f"that was kept (at most {_BOUND} is rounding): it serves another model now. Name another output "
-            "directory."
-        )

@@ -1,4 +1,4 @@
-"""JSON over HTTP, patient: what passes is tried again, what does not is an error that names the server's own words."""
+"""JSON over HTTP: temporary errors are tried again, others are raised with the server's own words."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class JsonClient:
         self._stopped.set()
 
     def get(self, url: str) -> Any:
-        """The JSON at an address.
+        """Return the JSON at an address.
 
         Raises:
             Refused: an HTTP status that waiting does not change.
@@ -81,7 +81,7 @@ class JsonClient:
         return self._ask(urllib.request.Request(url, headers=self._headers))
 
     def post(self, url: str, body: dict[str, Any]) -> Any:
-        """The JSON that comes back for some JSON; raises as `get`."""
+        """Send JSON and return the JSON of the answer; raises as `get`."""
         data = json.dumps(body, allow_nan=False).encode()
         return self._ask(urllib.request.Request(url, data=data, headers=self._headers, method="POST"))
 
@@ -93,10 +93,10 @@ class JsonClient:
                     content = answer.read()
                 return _json_of(content, request.full_url)
             except urllib.error.HTTPError as error:
-                said = _message_of(error)
+                message = _message_of(error)
                 if error.code not in _PASSES:
-                    raise Refused(error.code, f"{request.full_url} answers {error.code}: {said}") from None
-                problem, asked_to_wait = f"{error.code}: {said}", error.headers.get("Retry-After")
+                    raise Refused(error.code, f"{request.full_url} answers {error.code}: {message}") from None
+                problem, asked_to_wait = f"{error.code}: {message}", error.headers.get("Retry-After")
             except _NotJson as error:  # half an answer, or the page of a proxy
                 problem = str(error)
             except (urllib.error.URLError, HTTPException, OSError) as error:
@@ -119,10 +119,10 @@ class _NotJson(ValueError):
     pass
 
 
-def _wait(attempt: int, first: float, asked: str | None) -> float:
-    """Seconds: what the server asks for, else twice as long each time, and not for all requests the same."""
-    if asked is not None and asked.strip().isdecimal():
-        return min(float(asked), LONGEST_WAIT)
+def _wait(attempt: int, first: float, retry_after: str | None) -> float:
+    """Return seconds: as the server asks, else twice as long each time, and not the same for all requests."""
+    if retry_after is not None and retry_after.strip().isdecimal():
+        return min(float(retry_after), LONGEST_WAIT)
     return min(first * 2.0 ** (attempt - 1), LONGEST_WAIT) * (0.75 + 0.5 * random.random())
 
 
@@ -130,22 +130,22 @@ def _json_of(content: bytes, url: str) -> Any:
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError):
-        raise _NotJson(f"an answer of {url} that is not JSON: {_shown(content)}") from None
+        raise _NotJson(f"an answer of {url} that is not JSON: {_clip(content)}") from None
 
 
 def _message_of(error: urllib.error.HTTPError) -> str:
-    """What the server says is wrong: OpenAI's `error.message`, or vLLM's older `message`, or the bytes themselves."""
+    """Return the server's message: OpenAI's `error.message`, or vLLM's older `message`, or the bytes themselves."""
     try:
         content = error.read()
     except (OSError, HTTPException):
         return str(error.reason)
     try:
-        said = json.loads(content)
-        inner = said.get("error", said)
+        answer = json.loads(content)
+        inner = answer.get("error", answer)
         return str(inner["message"] if isinstance(inner, dict) else inner)[:_SHOWN]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return _shown(content) or str(error.reason)
+        return _clip(content) or str(error.reason)
 
 
-def _shown(content: bytes) -> str:
+def _clip(content: bytes) -> str:
     return content[:_SHOWN].decode("utf-8", "replace")

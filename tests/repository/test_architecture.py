@@ -1,6 +1,10 @@
 """docs/architecture.md: the packages as the imports have them, and walks through files and functions that exist."""
 
+import ast
 import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -42,6 +46,32 @@ def test_what_the_picture_leaves_out_can_be_reached():
         "hf_axonn__goldfish --> hf_axonn__engine" not in mermaid(graph)
         and "hf_axonn.engine" in graph["hf_axonn.goldfish"]
     )
+
+
+def imports_across(root: str) -> Iterator[tuple[Path, str, str]]:
+    """Yield file, module and name of each import from another of the folders; of `import module` the name is empty."""
+    for path in sorted(package_graph.FOLDERS[root].rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            for name in names:
+                module, name = (node.module or "", name) if isinstance(node, ast.ImportFrom) else (name, "")
+                if module.partition(".")[0] in {*package_graph.PUBLIC, "hf_axonn_scripts"} - {root}:
+                    yield path, module, name
+
+
+@pytest.mark.parametrize("root", ["hf_axonn_eval", "hf_axonn_scripts"])
+def test_an_import_between_the_folders_takes_a_public_name(root):
+    section = TEXT.split("\n### Public modules\n")[1].split("\nruff")[0]
+    public = re.findall(r"`(hf_axonn[\w.*]*)`", section)
+    found, wrong = 0, []
+    for path, module, name in imports_across(root):
+        found += 1
+        exports = import_module(module.partition(".")[0]).__all__
+        from_root = module in package_graph.PUBLIC and (not name or name in exports)
+        from_module = name not in exports and any(fnmatchcase(module, pattern) for pattern in public)
+        if name.startswith("_") or not (from_root or from_module):
+            wrong.append(f"{path.relative_to(ROOT)}: {module}: {name}")
+    assert found > 20 and not wrong
 
 
 @pytest.mark.parametrize("walk", WALKS)

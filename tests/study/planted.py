@@ -221,7 +221,7 @@ def _result(sample: Sample, logprob: float, dropped: np.ndarray | None, draw: np
         "membership": {"loss": float(logprob) / SUFFIX},
     }
     asked = {**measured, "prefix": sample.prefix, "suffix": sample.suffix}
-    return SampleResult.of(measured, {name: metric(asked) for name, metric in METRICS.items()})
+    return SampleResult.from_measured(measured, {name: metric(asked) for name, metric in METRICS.items()})
 
 
 def _write(directory: Path, results: list[SampleResult], digest: str) -> None:

@@ -8,7 +8,14 @@ import torch
 
 from hf_axonn_eval import make_canaries, rank_canaries
 from hf_axonn_eval.__main__ import main
-from hf_axonn_eval.canaries.rank import CanaryRank, _fit, _fitted, _shared, exposure_by_insertions, ranking_record
+from hf_axonn_eval.canaries.rank import (
+    CanaryRank,
+    _count_shared,
+    _fit,
+    _fitted_exposure,
+    exposure_by_insertions,
+    ranking_record,
+)
 from hf_axonn_eval.cli.canaries import _show
 from tests.helpers.eval_support import result, tiny_llama, topics_tokenizer
 from tests.helpers.ranks import run_ranks
@@ -156,7 +163,7 @@ def test_what_all_texts_begin_with():
         ([[], [1, 2]], 0),
         ([[1, 2, 3, 4], [1, 5, 3, 4], [1, 2, 3, 4]], 1),
     ):
-        assert _shared(tokens) == shared, tokens
+        assert _count_shared(tokens) == shared, tokens
 
 
 def test_where_a_fit_says_something():
@@ -165,11 +172,11 @@ def test_where_a_fit_says_something():
     # the skew is zero to rounding, and the shape of the fit is as its cube root
     fit, refused = _fit(spread, drawn)
     assert refused is None and 0 < fit.p < 1
-    assert _fitted(-2.5, fit, drawn) == pytest.approx(1, abs=1e-4), "half of them are likelier"
+    assert _fitted_exposure(-2.5, fit, drawn) == pytest.approx(1, abs=1e-4), "half of them are likelier"
     far, _ = _fit([-1000.0 - place for place in range(100)], drawn)
-    assert _fitted(-1e-9, far, drawn) == math.log2(10**9), "no more than there are"
+    assert _fitted_exposure(-1e-9, far, drawn) == math.log2(10**9), "no more than there are"
     for wrong in (-math.inf, math.nan):
-        assert _fitted(wrong, fit, drawn) is None
+        assert _fitted_exposure(wrong, fit, drawn) is None
     for others, why in (
         (spread[:99], "99 candidates are too few"),
         ([-2.1] * 100, "equally likely"),
@@ -178,7 +185,7 @@ def test_where_a_fit_says_something():
         ([-(2.0**place) for place in range(100)], "skewness of -"),
     ):
         fit, refused = _fit(others, drawn)
-        assert fit is None and why in refused and _fitted(-2.5, fit, drawn) is None
+        assert fit is None and why in refused and _fitted_exposure(-2.5, fit, drawn) is None
     assert _fit(spread, make_canaries("{digits:2}", insertions=(1,), candidates=100)) == (None, None), "exact ranks"
 
 

@@ -33,7 +33,7 @@ def text_of(tokenizer, ids) -> str:
 
 @pytest.mark.parametrize("style", ["user", "assistant"])
 def test_the_template_stands_around_the_prefix(tokenizer, style):
-    template = ChatTemplate.of(tokenizer, style)
+    template = ChatTemplate.from_tokenizer(tokenizer, style)
     changed = list(template.around(samples(), tokenizer))
     for before, after in zip(samples(), changed, strict=True):
         assert (after.sample_id, after.suffix, after.bucket, after.offset) == (
@@ -59,7 +59,7 @@ def test_the_template_stands_around_the_prefix(tokenizer, style):
 
 
 def test_samples_that_would_be_tokenized_otherwise_are_counted(tokenizer):
-    template = ChatTemplate.of(tokenizer, "assistant")
+    template = ChatTemplate.from_tokenizer(tokenizer, "assistant")
     changed = list(template.around(samples(), tokenizer))
     expected = 0
     for before, after in zip(samples(), changed, strict=True):
@@ -79,7 +79,7 @@ def test_samples_that_would_be_tokenized_otherwise_are_counted(tokenizer):
 
 
 def test_a_bos_of_the_sample_is_the_templates(tokenizer):
-    template = ChatTemplate.of(tokenizer, "user")
+    template = ChatTemplate.from_tokenizer(tokenizer, "user")
     bos = tokenizer.bos_token_id
 
     def sample(*prefix: int) -> Sample:
@@ -93,7 +93,7 @@ def test_a_bos_of_the_sample_is_the_templates(tokenizer):
 
 
 def test_the_record_has_the_template_and_what_it_wrote(tokenizer):
-    record = ChatTemplate.of(tokenizer, "user").record()
+    record = ChatTemplate.from_tokenizer(tokenizer, "user").record()
     assert record["sha256"] == hashlib.sha256(TEMPLATE.encode()).hexdigest()
     assert record["before"] == f"<s>[user] {INSTRUCTION}" and record["after"] == "</s>[assistant] "
     assert record["style"] == "user" and record["other_ids"] == 0
@@ -102,20 +102,20 @@ def test_the_record_has_the_template_and_what_it_wrote(tokenizer):
 
 def test_what_is_no_template(tokenizer):
     with pytest.raises(ValueError, match="has no chat template"):
-        ChatTemplate.of(topics_tokenizer(), "user")
+        ChatTemplate.from_tokenizer(topics_tokenizer(), "user")
     with pytest.raises(ValueError, match="'system', but it must be one of user, assistant"):
-        ChatTemplate.of(tokenizer, "system")
+        ChatTemplate.from_tokenizer(tokenizer, "system")
     deaf = copy.deepcopy(tokenizer)
     deaf.chat_template = "{{ messages | length }}"
     with pytest.raises(ValueError, match="writes what it is given 0 times"):
-        ChatTemplate.of(deaf, "user")
+        ChatTemplate.from_tokenizer(deaf, "user")
 
 
 def test_a_model_is_asked_in_its_chat(tokenizer):
     model = tiny_llama()
     model.config.max_position_embeddings = 256
     short = [Sample(**{**vars(sample), "prefix": sample.prefix[:4]}) for sample in samples()[:3]]
-    template = ChatTemplate.of(tokenizer, "assistant")
+    template = ChatTemplate.from_tokenizer(tokenizer, "assistant")
     asked = list(template.around(short, tokenizer))
     results = extract(model, tokenizer, asked, progress=False, generate=False)
     assert [result.prefix_length for result in results] == [len(template.before_ids) + 4] * 3
@@ -130,7 +130,7 @@ def test_the_command_writes_chats_and_says_so(tokenizer, tmp_path, capsys):
     command += ["--prefix_length", "12", "--suffix_length", "12", "--output"]
     assert main([*command, str(tmp_path / "plain.jsonl")]) == 0
     assert main([*command, str(tmp_path / "chat.jsonl"), "--chat_template", "assistant"]) == 0
-    template = ChatTemplate.of(tokenizer, "assistant")
+    template = ChatTemplate.from_tokenizer(tokenizer, "assistant")
     expected = list(template.around(read_samples(tmp_path / "plain.jsonl"), tokenizer))
     assert read_samples(tmp_path / "chat.jsonl") == expected
     about = read_about(tmp_path / "chat.jsonl")

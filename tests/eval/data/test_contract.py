@@ -3,8 +3,8 @@
 import pytest
 
 from hf_axonn_eval import PROTOCOLS
-from hf_axonn_eval.data.contract import DEVIATION, MET, OPEN, UNCHECKED, Line, closed, deviations
-from hf_axonn_eval.data.protocols import checked, protocol, read_protocol
+from hf_axonn_eval.data.contract import DEVIATION, MET, OPEN, UNCHECKED, Line, close_lines, deviations
+from hf_axonn_eval.data.protocols import check_protocol, protocol, read_protocol
 
 
 def line(**how) -> Line:
@@ -12,12 +12,12 @@ def line(**how) -> Line:
 
 
 def state(facts: dict, **how) -> tuple[str, str]:
-    found = line(**how).checked(facts)
+    found = line(**how).check(facts)
     return found["state"], found.get("here", "")
 
 
 def states(record: dict, **run) -> dict[str, str]:
-    return {line["line"]: line["state"] for line in checked(record, run)["lines"]}
+    return {line["line"]: line["state"] for line in check_protocol(record, run)["lines"]}
 
 
 def full(name: str, samples: dict | None = None, **settings) -> dict:
@@ -37,22 +37,22 @@ RUN = {"dtype": "bfloat16", "family": "llama", "generate": True, "sampler": None
 def test_a_run_as_published_has_no_deviation():
     assert set(states(full("sc24"), **RUN).values()) == {MET, UNCHECKED}
     goldfish = full("goldfish", {"documents_used": {"0": 500, "3": 500}})
-    assert deviations(checked(goldfish, RUN)["lines"]) == []
+    assert deviations(check_protocol(goldfish, RUN)["lines"]) == []
 
 
 def test_shorter_documents_are_told():
     """The defect that a contract is against: prefixes of 112 to 1,408 tokens, and nothing called changed."""
     short = {"prefix_tokens": {"least": 112, "most": 1408}}
-    told = deviations(checked(full("sc24", short), RUN)["lines"])
+    told = deviations(check_protocol(full("sc24", short), RUN)["lines"])
     assert told == ["prefix: published the first 1,998 of a document's first 2,048 tokens, here 112 to 1,408 tokens"]
-    told = deviations(checked(full("sc24", short, min_document_tokens=100), RUN)["lines"])
+    told = deviations(check_protocol(full("sc24", short, min_document_tokens=100), RUN)["lines"])
     assert told[0].startswith("documents: published English Wikipedia pages of at least 2,048 tokens, here min_docu")
     assert len(told) == 2
 
 
 def test_a_setting_that_no_line_names_is_a_deviation_too():
     record = full("sc24", max_documents=200)
-    assert deviations(checked(record, RUN)["lines"]) == ["setting max_documents: published none, here 200"]
+    assert deviations(check_protocol(record, RUN)["lines"]) == ["setting max_documents: published none, here 200"]
     # what a line names without checking it, because nothing was published, is one when it is changed
     assert states(full("sc24", add_special_tokens=False), **RUN)["setting add_special_tokens"] == DEVIATION
     assert states(full("sc24"), **RUN)["BOS"] == UNCHECKED
@@ -62,7 +62,7 @@ def test_what_a_run_decides_is_open_until_it_does():
     before = states(full("goldfish", {"documents_used": {"0": 500}}))
     assert {name for name, found in before.items() if found == OPEN} == {"dtype", "decoding", "EOS", "metrics"}
     other = RUN | {"dtype": "float32", "generate": False}
-    told = deviations(checked(full("goldfish", {"documents_used": {"0": 499}}), other)["lines"])
+    told = deviations(check_protocol(full("goldfish", {"documents_used": {"0": 499}}), other)["lines"])
     assert [text.partition(":")[0] for text in told] == ["documents", "dtype", "decoding", "metrics"]
     assert "dtype: published bfloat16, here float32" in told and told[0].endswith("here 499 documents of bucket 0")
 
@@ -118,14 +118,16 @@ def test_documents_dropped_by_name():
 
 def test_an_eos_that_was_to_be_banned_is_decided_by_the_answers():
     banned = line(require={"eos_banned": True})
-    waits = [banned.checked(RUN)]
-    assert waits[0]["state"] == OPEN and closed(waits, {}) == waits
-    assert closed(waits, {"eos_generated": 0})[0]["state"] == MET
-    assert deviations(closed(waits, {"eos_generated": 3})) == ["x: published p, here 3 continuations hold an EOS"]
-    other = [line(require={"dtype": "bfloat16"}).checked({})]
-    assert closed(other, {"eos_generated": 0}) == other and other[0]["state"] == OPEN, "it does not wait for answers"
-    assert banned.checked(RUN | {"eos": []})["state"] == UNCHECKED
-    assert banned.checked(RUN | {"generate": False})["state"] == MET
+    waits = [banned.check(RUN)]
+    assert waits[0]["state"] == OPEN and close_lines(waits, {}) == waits
+    assert close_lines(waits, {"eos_generated": 0})[0]["state"] == MET
+    assert deviations(close_lines(waits, {"eos_generated": 3})) == ["x: published p, here 3 continuations hold an EOS"]
+    other = [line(require={"dtype": "bfloat16"}).check({})]
+    assert close_lines(other, {"eos_generated": 0}) == other and other[0]["state"] == OPEN, (
+        "it does not wait for answers"
+    )
+    assert banned.check(RUN | {"eos": []})["state"] == UNCHECKED
+    assert banned.check(RUN | {"generate": False})["state"] == MET
 
 
 def test_the_sampler_is_compared_by_what_it_does():
@@ -149,13 +151,13 @@ def test_records_of_earlier_versions():
     settings |= {"stride_unit": "characters", "add_special_tokens": True, "deduplicate": True}
     record = {"name": "cooper100", "source": "", "settings": settings, "changed": []}
     run = RUN | {"sampler": {"top_k": 40, "temperature": 1.0}}
-    found = {line["line"]: line for line in checked(record, run)["lines"]}
+    found = {line["line"]: line for line in check_protocol(record, run)["lines"]}
     assert found["stride"]["state"] == MET
     assert found["slice"]["here"] == "slice_characters none", "a window of few tokens was filled then"
     assert found["BOS"]["here"] == "bos tokenizer" and found["duplicates"]["state"] == UNCHECKED
     assert states({"name": "cooper100"}, **RUN)["stride"] == UNCHECKED
     for record in (None, {"name": None, "settings": {}}, {"name": "one of yours"}):
-        assert checked(record, RUN) == record
+        assert check_protocol(record, RUN) == record
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)

@@ -5,7 +5,16 @@ import math
 
 import pytest
 
-from hf_axonn_eval.data.jsonl import Line, LineFile, decoded, is_count, json_lines, json_text, replacing, write_json
+from hf_axonn_eval.data.jsonl import (
+    Line,
+    LineFile,
+    decode_utf8,
+    is_count,
+    json_lines,
+    json_text,
+    replacing,
+    write_json,
+)
 
 
 def test_lines_have_numbers_and_begin_at_bytes(tmp_path):
@@ -30,9 +39,9 @@ def test_a_mark_is_one_at_the_beginning_only(tmp_path):
 
 def test_the_byte_that_is_not_utf8_is_counted_from_the_beginning_of_the_file(tmp_path):
     with pytest.raises(ValueError, match="byte 0xff at position 2 of the file"):
-        decoded(b"ab\xff", "here")
+        decode_utf8(b"ab\xff", "here")
     with pytest.raises(ValueError, match="here is not UTF-8: byte 0x80 at position 7 of the file"):
-        decoded(b"\x80", "here", before=7)
+        decode_utf8(b"\x80", "here", before=7)
     file = tmp_path / "lines.jsonl"
     file.write_bytes(b'\xef\xbb\xbf1\n"\xff"\n')
     with pytest.raises(ValueError, match="line 2 is not UTF-8: byte 0xff at position 6"):

@@ -75,8 +75,8 @@ class Told(Decoder):
     ],
 )
 def test_steps_and_copies(monkeypatch, rows, wants, steps, copies):
-    decoder, copied, joined = Told(rows=rows), [], decoding.joined
-    monkeypatch.setattr(decoding, "joined", lambda some, room: copied.append(len(some)) or joined(some, room))
+    decoder, copied, join_rows = Told(rows=rows), [], decoding.join_rows
+    monkeypatch.setattr(decoding, "join_rows", lambda some, room: copied.append(len(some)) or join_rows(some, room))
     decoder.ask(*enumerate(wants))
     assert decoder.reported(drain=True) == dict(enumerate(wants))
     assert (decoder.steps, len(copied)) == (steps, copies)

@@ -11,7 +11,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from hf_axonn_eval.data.hub import HubDataset, pinned
+from hf_axonn_eval.data.hub import HubDataset, pin
 from hf_axonn_eval.extraction.load_model import load_model
 from tests.helpers import ROOT
 from tests.helpers.eval_support import tiny_llama, topics_tokenizer
@@ -22,7 +22,7 @@ OLD, NEW = "0a" * 20, "1b" * 20
 PROGRAM = """
 import json, sys
 from hf_axonn_eval import load_model, read_documents
-from hf_axonn_eval.data.hub import pinned
+from hf_axonn_eval.data.hub import pin
 
 def tried(function, *words, **options):
     try:
@@ -39,7 +39,7 @@ print(json.dumps({
     "moves": model("org/moves"),
     "main": model(), "old": model(revision="v1"), "commit": model(revision="%(OLD)s"),
     "no_revision": tried(model, revision="v2"), "no_model": tried(load_model, "org/nothing"),
-    "pinned": [pinned("hub:org/data@v1"), pinned("hub:org/data")],
+    "pinned": [pin("hub:org/data@v1"), pin("hub:org/data")],
     "rows": read_documents("hub:org/data"), "old_rows": read_documents("hub:org/data@v1", id_key=None, split="train"),
     "errors": [tried(read_documents, *words) for words in (
         ["hub:org/data@v3"], ["hub:org/nothing"], ["hub:org/data/other"])],
@@ -173,14 +173,14 @@ def test_what_the_hub_does_not_have_is_named(told):
     ],
 )
 def test_names(text, expected):
-    assert HubDataset.of(text) == expected and str(expected) == text
+    assert HubDataset.parse(text) == expected and str(expected) == text
 
 
 @pytest.mark.parametrize("text", ["hub:", "hub:a", "hub:a/", "hub:a/b/c/d", "hub:a/b@", "hub://a/b", "hub:a b/c"])
 def test_what_is_no_name(text):
     with pytest.raises(ValueError, match="is not like hub:OWNER/NAME"):
-        pinned(text)
+        pin(text)
 
 
 def test_a_commit_needs_no_answer_of_the_hub():
-    assert pinned(f"hub:a/b@{NEW}") == f"hub:a/b@{NEW}" and pinned("docs.jsonl") == "docs.jsonl"
+    assert pin(f"hub:a/b@{NEW}") == f"hub:a/b@{NEW}" and pin("docs.jsonl") == "docs.jsonl"

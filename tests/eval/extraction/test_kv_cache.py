@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_axonn_eval.extraction.kv_cache import Columns, Row, can_be_kept, empty_cache, is_filled, joined, rows_of
+from hf_axonn_eval.extraction.kv_cache import Columns, Row, can_be_kept, empty_cache, is_filled, join_rows, rows_of
 from tests.helpers.eval_families import FAMILIES, family
 
 
@@ -76,7 +76,7 @@ def test_rows_of_several_caches_end_in_the_same_column(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", nan)
     one, other = cache_of(3, 6), cache_of(2, 9)
     rows = [Row(one, 2, 1, 4), Row(other, 1, 0, 2), Row(one, 0, 2, 3), Row(one, 1, 0, 3)]
-    cache = joined(rows, room=3)
+    cache = join_rows(rows, room=3)
     assert cache.get_seq_length() == 4 and cache.layers[0].keys.shape == (4, 2, 7, 1)
     for row, wanted in enumerate(([201, 202, 203, 204], [100, 101], [2, 3, 4], [100, 101, 102])):
         assert held(cache, row=row, last=len(wanted)) == [wanted]

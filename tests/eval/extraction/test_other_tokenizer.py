@@ -151,7 +151,7 @@ def test_a_loss_no_better_than_chance_is_warned_of(tmp_path, caplog):
 
 def ask_for_chance(path: str) -> int:
     warned = []
-    logging.getLogger("hf_axonn_eval.extraction.extract").addFilter(lambda record: warned.append(record) or True)
+    logging.getLogger("hf_axonn_eval.extraction.run").addFilter(lambda record: warned.append(record) or True)
     extract(guessing(40.0), topics_tokenizer(), samples()[:3], **OPTIONS)
     return len(warned)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_axonn_eval import Sample
-from hf_axonn_eval.extraction.prefix_matching import Match, match_suffixes, matched
+from hf_axonn_eval.extraction.prefix_matching import Match, match_choices, match_suffixes
 from hf_axonn_eval.extraction.scoring import score_suffixes
 from tests.helpers.eval_families import family, fed_shapes, generated, parting_samples
 
@@ -21,12 +21,12 @@ from tests.helpers.eval_families import family, fed_shapes, generated, parting_s
     ],
 )
 def test_a_match_by_hand(choices, leads, match):
-    assert matched(choices, [5, 6, 7], leads) == match
+    assert match_choices(choices, [5, 6, 7], leads) == match
 
 
 def test_leads_of_tokens_after_the_suffix_do_not_count():
     """A short suffix in a batch of longer ones is filled up, and what the model says there is nobody's."""
-    assert matched([5, 6], [5, 6], [0.3, 0.2, 0.1]) == Match(2, 0.2, [5, 6])
+    assert match_choices([5, 6], [5, 6], [0.3, 0.2, 0.1]) == Match(2, 0.2, [5, 6])
 
 
 PROMPT = tuple(range(3, 12))

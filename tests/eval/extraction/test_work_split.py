@@ -22,7 +22,7 @@ def work_split_of(grid: Grid, rank: int, monkeypatch) -> WorkSplit:
     monkeypatch.setattr("hf_axonn_eval.extraction.work_split._world", lambda: (rank, grid.size))
     parallel = SimpleNamespace(grid=grid, coordinates=grid.coordinates(rank))
     monkeypatch.setattr("hf_axonn.parallel_state", lambda model: parallel)
-    return WorkSplit.of(object())
+    return WorkSplit.for_model(object())
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -43,7 +43,7 @@ def test_every_batch_is_reported_once_and_all_ranks_make_the_same_calls(grid, ba
 
 def test_a_plain_model_is_divided_over_the_processes(monkeypatch):
     monkeypatch.setattr("hf_axonn_eval.extraction.work_split._world", lambda: (2, 3))
-    work_split = WorkSplit.of(object())
+    work_split = WorkSplit.for_model(object())
     assert (work_split.index, work_split.count, work_split.reports) == (2, 3, True)
 
 
@@ -64,14 +64,14 @@ def test_a_rank_that_does_not_report_makes_every_pass_and_no_result(monkeypatch)
     assert len(extract(**asked, batch_size=3, progress=False)) == len(samples())
     expected, draws = list(fed), len(drawn)
     assert draws and any(columns == 1 for _, columns in expected)
-    monkeypatch.setattr(WorkSplit, "of", classmethod(lambda cls, model: cls(reports=False)))
+    monkeypatch.setattr(WorkSplit, "for_model", classmethod(lambda cls, model: cls(reports=False)))
     monkeypatch.setattr("hf_axonn_eval.extraction.runner.result_of", None)
     assert extract(**asked, batch_size=3, progress=False) == []
     assert fed[len(expected) :] == expected and len(drawn) == draws
 
 
 def worker(directory: str) -> tuple:
-    rank, work_split = dist.get_rank(), WorkSplit.of(None)
+    rank, work_split = dist.get_rank(), WorkSplit.for_model(None)
 
     assert work_split.gather([rank, rank]) == ([0, 0, 1, 1] if rank == 0 else [])
     assert work_split.maximum(10 * rank) == 10

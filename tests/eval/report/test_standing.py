@@ -1,7 +1,7 @@
 """What a report says of the protocol: as published, or each deviation, and what the answers decide."""
 
 from hf_axonn_eval import compare, write_report
-from hf_axonn_eval.data.protocols import checked, protocol
+from hf_axonn_eval.data.protocols import check_protocol, protocol
 from hf_axonn_eval.report import tables
 from hf_axonn_eval.report.answer import answer
 from hf_axonn_eval.report.protocols import standing
@@ -14,7 +14,7 @@ RUN = {"dtype": "bfloat16", "family": "apertus", "generate": True, "sampler": No
 def record(made, run=RUN) -> dict:
     return {
         "identity": {"samples_sha256": "x", "model_fingerprint": "f", "dtype": "bfloat16", "samples": 2},
-        "model": {}, "grid": None, "device": {}, "versions": {}, "settings": {"protocol": checked(made, run)},
+        "model": {}, "grid": None, "device": {}, "versions": {}, "settings": {"protocol": check_protocol(made, run)},
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from hf_axonn_eval import Sample, extract
 from hf_axonn_eval.__main__ import main
 from hf_axonn_eval.data.results import read_run
 from hf_axonn_eval.data.samples import samples_digest, write_about, write_samples
+from hf_axonn_eval.extraction.near_copies import NearCopySearch
 from hf_axonn_eval.metrics.discoverability import Sampler
 from hf_axonn_eval.served.completions import CompletionsBackend
 from hf_axonn_eval.served.extract import extract_served
@@ -73,6 +74,13 @@ def test_token_ids_are_sent_and_extracted_samples_cost_one_request(served, tmp_p
     assert 1 < served.most_at_once <= 3
     without = asked(served, tmp_path / "scored", generate=False)
     assert all(result.generated is None and result.logprobs for result in without)
+
+
+@pytest.mark.parametrize("option", [{"stop_early": True}, {"near_copies": NearCopySearch()}])
+def test_options_of_a_pass_are_refused_before_the_server_is_asked(served, tmp_path, option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))} does not go with a server"):
+        asked(served, tmp_path / "run", **option)
+    assert served.requests == [] and not (tmp_path / "run").exists()
 
 
 def test_the_record_says_what_is_known_of_a_server(served, tmp_path):

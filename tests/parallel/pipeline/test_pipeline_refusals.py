@@ -45,7 +45,7 @@ def _refusals() -> dict[str, str]:
     found["token"] = refused(model, **{**batch, "input_ids": batch["input_ids"] + 200})
     found["label"] = refused(model, **{**batch, "labels": batch["labels"] + 200})
     found["generate"] = refused(model.generate, batch["input_ids"])
-    found["measured"] = refused(WorkSplit.of, model)
+    found["measured"] = refused(WorkSplit.for_model, model)
     found["hidden"] = refused(model, **batch, output_hidden_states=True)
     found["embeds"] = refused(model, inputs_embeds=torch.zeros(4, 7, 48), labels=batch["labels"])
     loss = model(**batch).loss

@@ -128,7 +128,7 @@ def span_at(text: str, start: int, tokenizer, *, length: int, add_special_tokens
 
 def shared_runs(input_ids: Sequence[int]) -> np.ndarray:
     """Return the hashes of the runs of 13 tokens, sorted, as uint64."""
-    return RunHashes(None, SHARED_RUN, 1).of("", {"input_ids": input_ids})
+    return RunHashes(None, SHARED_RUN, 1).hash_runs("", {"input_ids": input_ids})
 
 
 class Known:

@@ -397,7 +397,7 @@ def cut(result: SampleResult, sample: Sample, length: int) -> SampleResult:
     lost = ("generated_text", "suffix_text", "margin", "near_tie", "sampled_logprob", "near_copies")
     measured |= dict.fromkeys((*lost, "near_copies_read"))
     inputs = {**measured, "prefix": sample.prefix, "suffix": sample.suffix[:length]}
-    return SampleResult.of(measured, {name: metric(inputs) for name, metric in METRICS.items()})
+    return SampleResult.from_measured(measured, {name: metric(inputs) for name, metric in METRICS.items()})
 
 
 def _bare(result: SampleResult) -> SampleResult:
@@ -405,7 +405,7 @@ def _bare(result: SampleResult) -> SampleResult:
     metrics = {**(result.metrics or {}), **{name: value(result, name) for name in METRICS}}
     measured = {name: number for name, number in vars(result).items() if name != "metrics"}
     measured |= {"generated": None, "generated_text": None, "suffix_text": None}
-    return SampleResult.of(measured, metrics)
+    return SampleResult.from_measured(measured, metrics)
 
 
 def _articles(file: Path) -> dict[str, str]:

@@ -69,7 +69,7 @@ def measure(recipe: Recipe, output: Path, model_name: str, *, grid: Grid | None 
     Collectives: over the world, and those of the model in each pass.
     """
     start_distributed()
-    work_split = WorkSplit.of(None)
+    work_split = WorkSplit.for_model(None)
     model = recipe.model(model_name)
     inputs = _inputs(recipe, output, model)
     checkpoints = _checkpoints(recipe, output, model)

@@ -24,7 +24,7 @@ def record_of(model, directory: Path) -> dict[str, Any]:
     """
     return {
         "path": str(directory),
-        "fingerprint": fingerprint(directory, WorkSplit.of(None)),
+        "fingerprint": fingerprint(directory, WorkSplit.for_model(None)),
         "architecture": type(model).__name__,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "attn_implementation": getattr(model.config, "_attn_implementation", None),
@@ -79,7 +79,7 @@ def ask_canaries(model, tokenizer, canaries: Path, *, output: Path, record: Mapp
         ValueError: as `rank_canaries`.
     Collectives: those of `extract`.
     """
-    work_split = WorkSplit.of(None)
+    work_split = WorkSplit.for_model(None)
     if work_split.on_rank_zero(output.is_file):
         return
     found = read_canaries(canaries)

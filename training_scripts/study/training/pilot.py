@@ -35,7 +35,7 @@ def run_pilot(work: Work) -> None:
     for rate in pilot.learning_rates:
         tried += _try(work, pilot, rate, directory / f"rate-{rate:g}.json")
     chosen = choose(tried, pilot)
-    if WorkSplit.of(None).rank == 0:
+    if WorkSplit.for_model(None).rank == 0:
         write_json(directory / "chosen.json", {**chosen, "tried": tried})
 
 
@@ -107,7 +107,7 @@ def _try(work: Work, pilot: Pilot, rate: float, file: Path) -> list[dict[str, An
     samples = _samples(work.samples(seed), pilot.suffixes, largest)
     about = {"bucket": largest, "suffixes": list(pilot.suffixes), "samples_sha256": samples_digest(samples)}
     settings = work.settings(rows, training, ORDINARY, **about)
-    work_split = WorkSplit.of(None)
+    work_split = WorkSplit.for_model(None)
     kept = work_split.on_rank_zero(lambda: read_if_there(file))
     if kept is not None and kept["settings"] == json.loads(json.dumps(settings)):
         return kept["measured"]

@@ -168,7 +168,7 @@ def train_base(work: Work, loss: str) -> None:
         "sequences": recipe.base_batch_sequences,
         "rows_sha256": checksum_of(work.data / "base.jsonl")[1],
     }
-    if not WorkSplit.of(None).on_rank_zero(lambda: is_trained(target, settings)):
+    if not WorkSplit.for_model(None).on_rank_zero(lambda: is_trained(target, settings)):
         start(lambda: new_model(work, seed), settings=settings, target=target)
 
 
@@ -215,7 +215,7 @@ def continue_base(work: Work, run: Run) -> None:
     samples, canaries = work.samples(run.seed), work.canaries()
     start = work.prepare(run.name, rows, training, run.loss, seed=run.seed)
     settings = work.settings(rows, training, run.loss, seed=run.seed)
-    work_split = WorkSplit.of(None)
+    work_split = WorkSplit.for_model(None)
     if work_split.on_rank_zero(lambda: is_trained(target, settings)):
         model = load_to_ask(target, grid=work.grid, dtype=WEIGHTS).model
         work.clock.lap("load")

@@ -253,7 +253,7 @@ def train(
         ValueError: the held-out loss is not a finite number at the end.
     Collectives: those of Trainer.
     """
-    work_split, work = WorkSplit.of(None), Path(arguments.output_dir)
+    work_split, work = WorkSplit.for_model(None), Path(arguments.output_dir)
     resume = work_split.on_rank_zero(lambda: _begin(work, settings))
     arguments.eval_on_start = not resume
     model = make_model()
