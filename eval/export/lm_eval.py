@@ -14,17 +14,15 @@ spaces at the end of the context were moved to the continuation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 
 from hf_axonn_eval.data.jsonl import replacing
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.export.texts import Tally, as_texts
+from hf_axonn_eval.export.texts import Tally, Texts, as_texts, write_documents
 
 
 MODEL_ARGUMENTS = "add_bos_token=False"  # the texts begin with BOS where the samples do
@@ -52,23 +50,17 @@ def export_lm_eval(
         shown = tokenizer.encode(prefix.rstrip(), add_special_tokens=False)
         return shown, tokenizer.encode(prefix + suffix, add_special_tokens=False)[len(shown) :]
 
-    directory.mkdir(parents=True, exist_ok=True)
-    files: dict[str, BinaryIO] = {}
-    with ExitStack() as stack:
-        for texts in as_texts(samples, tokenizer, begin=(), tokenize=tokenize, tally=tally):
-            task = f"{name}_bucket_{texts.sample.bucket}"
-            if task not in files:
-                files[task] = stack.enter_context(replacing(directory / f"{task}.jsonl"))
-            files[task].write(_line(texts.sample, texts.prefix, texts.suffix))
-    for task in files:
+    texts = as_texts(samples, tokenizer, begin=(), tokenize=tokenize, tally=tally)
+    tasks = write_documents(texts, directory, name=name, fields=_fields)
+    for task in tasks:
         with replacing(directory / f"{task}.yaml") as file:
             file.write(yaml.safe_dump(_task(name, task), sort_keys=False, allow_unicode=True).encode())
-    return sorted(files)
+    return sorted(tasks)
 
 
-def _line(sample: Sample, prefix: str, suffix: str) -> bytes:
-    named = {"sample_id": sample.sample_id, "document_id": sample.document_id, "bucket": sample.bucket}
-    return (json.dumps({**named, "prefix": prefix, "suffix": suffix}) + "\n").encode()
+def _fields(texts: Texts) -> dict[str, Any]:
+    sample = {name: getattr(texts.sample, name) for name in ("sample_id", "document_id", "bucket")}
+    return {**sample, "prefix": texts.prefix, "suffix": texts.suffix}
 
 
 def _task(name: str, task: str) -> dict[str, Any]:

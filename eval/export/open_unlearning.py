@@ -18,17 +18,15 @@ d3d7cf9e6b3c.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 
 from hf_axonn_eval.data.jsonl import replacing
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.export.texts import Tally, as_texts
+from hf_axonn_eval.export.texts import Tally, Texts, as_texts, write_documents
 
 
 _TEACHER_FORCED = ("exact_memorization", "extraction_strength")
@@ -65,20 +63,14 @@ def export_open_unlearning(
             return (), ()
         return shown, full[len(shown) : -1]
 
-    files: dict[str, BinaryIO] = {}
-    longest: dict[str, int] = {}
-    (directory / "data").mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        for texts in as_texts(samples, tokenizer, begin=begin, tokenize=tokenize, tally=tally):
-            task = f"{name}_bucket_{texts.sample.bucket}"
-            if task not in files:
-                files[task] = stack.enter_context(replacing(directory / "data" / f"{task}.jsonl"))
-            line = {"sample_id": texts.sample.sample_id, "prompt": texts.prefix, "gt": texts.suffix + end}
-            files[task].write((json.dumps(line) + "\n").encode())
-            longest[task] = max(longest.get(task, 0), len(texts.sample.suffix))
+    def fields(texts: Texts) -> dict[str, Any]:
+        return {"sample_id": texts.sample.sample_id, "prompt": texts.prefix, "gt": texts.suffix + end}
+
+    texts = as_texts(samples, tokenizer, begin=begin, tokenize=tokenize, tally=tally)
+    longest = write_documents(texts, directory / "data", name=name, fields=fields)
     for task, tokens in longest.items():
         _write_configs(directory / "configs", task, tokens)
-    return sorted(files)
+    return sorted(longest)
 
 
 def _write_configs(configs: Path, task: str, longest: int) -> None:
@@ -95,17 +87,10 @@ def _write_configs(configs: Path, task: str, longest: int) -> None:
     _write(configs / "data" / "datasets" / f"{task}.yaml", {task: dataset})
     metrics = f"{task}_metrics"
     for metric in _TEACHER_FORCED:
-        content = {
-            "defaults": _defaults(task, "DataCollatorForSupervisedDatasetwithIndex"),
-            "handler": metric,
-            "batch_size": 8,
-        }
+        content = {"defaults": _defaults(task), "handler": metric, "batch_size": 8}
         _write(configs / "eval" / metrics / f"{metric}.yaml", content, package=f"eval.{task}.metrics.{metric}")
     rouge = {
-        "defaults": [
-            *_defaults(task, "DataCollatorForSupervisedDatasetwithIndex"),
-            {"../../generation@generation_args": "default"},
-        ],
+        "defaults": [*_defaults(task), {"../../generation@generation_args": "default"}],
         "handler": "rouge",
         "rouge_type": "rougeL_f1",
         "batch_size": 8,
@@ -124,12 +109,13 @@ def _write_configs(configs: Path, task: str, longest: int) -> None:
     _write(configs / "eval" / f"{task}.yaml", evaluation, package=f"eval.{task}")
 
 
-def _defaults(task: str, collator: str) -> list[dict[str, str]]:
-    return [{"../../data/datasets@datasets": task}, {"../../collator@collators": collator}]
+def _defaults(task: str) -> list[dict[str, str]]:
+    collator = {"../../collator@collators": "DataCollatorForSupervisedDatasetwithIndex"}
+    return [{"../../data/datasets@datasets": task}, collator]
 
 
 def _write(path: Path, content: dict[str, Any], *, package: str | None = None) -> None:
-    """A file of Hydra's; `package` is where its content goes, which a comment in the first line says."""
+    """Write a file of Hydra; `package`, in a comment in the first line, is the place of its content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     first = f"# @package {package}\n" if package is not None else ""
     with replacing(path) as file:

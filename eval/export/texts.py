@@ -7,10 +7,14 @@ as other ids.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
+from hf_axonn_eval.data.jsonl import replacing
 from hf_axonn_eval.data.samples import Sample
 
 
@@ -72,6 +76,27 @@ def as_texts(
             f"no sample can be exported ({reasons}): the tool makes other token ids of their texts. Samples with "
             "--add_special_tokens suit tokenizers that begin texts with BOS, samples without it others."
         )
+
+
+def write_documents(
+    texts: Iterable[Texts], directory: Path, *, name: str, fields: Callable[[Texts], dict[str, Any]]
+) -> dict[str, int]:
+    """Write texts as JSON lines with these fields, those of a bucket into the file NAME_bucket_N.jsonl.
+
+    Returns:
+        The name of each file without its ending, and the tokens of the longest suffix in it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    longest: dict[str, int] = {}
+    files: dict[str, BinaryIO] = {}
+    with ExitStack() as stack:
+        for some in texts:
+            task = f"{name}_bucket_{some.sample.bucket}"
+            if task not in files:
+                files[task] = stack.enter_context(replacing(directory / f"{task}.jsonl"))
+            files[task].write((json.dumps(fields(some)) + "\n").encode())
+            longest[task] = max(longest.get(task, 0), len(some.sample.suffix))
+    return longest
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:

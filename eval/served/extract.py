@@ -17,14 +17,12 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.extraction.near_copies import NearCopySearch
 from hf_axonn_eval.extraction.options import Options
 from hf_axonn_eval.extraction.prefix_matching import match_choices
 from hf_axonn_eval.extraction.run import Asker, Survey, run, survey_samples
 from hf_axonn_eval.extraction.runner import eos_ids, result_of
 from hf_axonn_eval.extraction.scoring import BOUNDS, Score
 from hf_axonn_eval.extraction.work_split import WorkSplit
-from hf_axonn_eval.metrics.discoverability import Sampler
 from hf_axonn_eval.served.backend import UNKNOWN_SCORES, Backend, alternatives_needed, score_of
 
 
@@ -42,16 +40,7 @@ def extract_served(
     *,
     output: str | os.PathLike[str],
     requests: int = REQUESTS,
-    generate: bool = True,
-    stop_early: bool = False,
-    sampler: Sampler | None = None,
-    membership: bool = False,
-    guesses: bool = False,
-    near_copies: NearCopySearch | None = None,
-    protocol: dict[str, Any] | None = None,
-    left_out: dict[str, int] | None = None,
-    confidence: float = 0.95,
-    progress: bool = True,
+    **options: Any,
 ) -> Sequence[SampleResult]:
     """Measure every sample.
 
@@ -66,12 +55,9 @@ def extract_served(
         samples: as for `extract`.
         output: directory for the run; one that was stopped is resumed.
         requests: how many are under way at once.
-        generate: whether to decode from the first miss on.
-        stop_early, near_copies: refused.
-        sampler: as for `extract`; top-p and a temperature only together with a top_k.
-        membership: whether to compute membership scores, those that log-probabilities give.
-        guesses: as for `extract`; one more request for each sample that is not extracted.
-        protocol, left_out, confidence, progress: as for `extract`.
+        options: `generate`, `sampler` (top-p and a temperature only together with a top_k), `membership` (the scores
+            that log-probabilities give), `guesses` (one more request for each sample that is not extracted),
+            `protocol`, `left_out`, `confidence` and `progress` of `extract`; not `stop_early` and `near_copies`.
     Returns:
         One result a sample, in the order of the samples, read from the file as they are asked for.
     Raises:
@@ -82,23 +68,13 @@ def extract_served(
         raise ValueError(f"requests is {requests!r}, but it must be at least 1.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("a server is asked by one process: run extract without accelerate launch.")
-    for name, given in (("stop_early", stop_early), ("near_copies", near_copies is not None)):
-        if given:
+    for name in ("stop_early", "near_copies"):
+        if options.get(name):
             raise ValueError(
                 f"{name} does not go with a server, which scores a full suffix in one request, while a search would "
                 "be hundreds of them: leave it out, or load the model here."
             )
-    options = Options(
-        output=output,
-        generate=generate,
-        sampler=sampler,
-        membership=membership,
-        guesses=guesses,
-        protocol=protocol,
-        left_out=left_out,
-        confidence=confidence,
-        progress=progress,
-    )
+    checked = Options(output=output, **options)
     survey = survey_samples(samples)
     window = backend.record["max_tokens"]
     if window is not None and survey.longest + 1 > window:  # the server decodes one token after what it scores
@@ -106,7 +82,7 @@ def extract_served(
             f"a sample has {survey.longest} tokens, and the server takes {window - 1} and one more that it decodes "
             "(max_model_len): use shorter prefixes and suffixes, or start it with a longer --max-model-len."
         )
-    return run(_Asker(backend=backend, tokenizer=tokenizer, options=options, requests=requests), survey)
+    return run(_Asker(backend=backend, tokenizer=tokenizer, options=checked, requests=requests), survey)
 
 
 @dataclass(kw_only=True)
@@ -133,11 +109,8 @@ class _Asker(Asker):
         yield
 
     def facts(self) -> dict[str, Any]:
-        return {  # the server tells neither its dtype nor the family of the model
-            "dtype": None,
-            "family": None,
-            "eos": list(self.eos),
-        }
+        unknown = dict.fromkeys(("dtype", "family"))  # the server tells neither
+        return {**unknown, "eos": list(self.eos)}
 
     def describe(self) -> dict[str, Any]:
         served = dict(self.backend.record)
