@@ -168,7 +168,7 @@ class AccumulatedStep:
         return loss
 
 
-def from_last_stage(model: nn.Module, value: Tensor | None) -> Tensor | None:
+def from_last_stage(model: object, value: Tensor | None) -> Tensor | None:
     """Return what the ranks with the last stage have as `value`; without a pipeline `value` itself.
 
     Collectives: those of `Pipeline.from_last`.
