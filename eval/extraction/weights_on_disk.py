@@ -52,9 +52,9 @@ def check_complete(directory: Path, shapes: Mapping[str, tuple[tuple[str, ...], 
             here = [offset + size for offset, size in zip(offsets, entry["shape"], strict=True)]
             ends[name] = [max(pair) for pair in zip(ends.get(name, here), here, strict=True)]
     for names, shape in shapes.values():
-        name = next((name for name in names if name in held), None)
-        if name is None or held[name] != math.prod(shape) or tuple(ends[name]) != tuple(shape):
-            numbers = f"{held[name]} of {math.prod(shape)} numbers" if name is not None else "nothing"
+        found = next((name for name in names if name in held), None)
+        if found is None or held[found] != math.prod(shape) or tuple(ends[found]) != tuple(shape):
+            numbers = f"{held[found]} of {math.prod(shape)} numbers" if found is not None else "nothing"
             raise ValueError(
                 f"the checkpoint {directory} is not complete: its {len(files)} shard file(s) hold {numbers} of weight "
                 f"{names[0]} {list(shape)}. Copy the shard files of all ranks into this directory."
