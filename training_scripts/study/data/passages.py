@@ -25,8 +25,9 @@ The pilot. Its seed is the study's last plus one; its files are as those of any 
 training decide how much comes back.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from random import Random
@@ -85,14 +86,6 @@ def write_data(recipe: Recipe, output: Path, tokenizer_name: str) -> None:
     print(
         f"{len(data.passages)} passages of {about['passages']['articles']} articles; training rows: {rows}", flush=True
     )
-
-
-@dataclass
-class _Left:
-    """Counts of the documents of a text: taken, and left out because they share tokens with a passage."""
-
-    documents: int = 0
-    sharing: int = 0
 
 
 class Data:
@@ -289,21 +282,21 @@ class Data:
         return found
 
     def _write_rows(self, path: Path, name: str, length: int, tokens: int) -> dict[str, int]:
-        left = _Left()
+        left: Counter[str] = Counter()
         needed = tokens // length
         count = write_rows(path, ({"input_ids": row} for row in islice(self._rows(name, length, left), needed)))
         if count < needed:
             raise ValueError(
                 f"{name}_tokens asks for {tokens:,} tokens, but texts/{name}.jsonl has {count * length:,} in "
-                f"rows of {length}, without {left.sharing:,} of {left.documents + left.sharing:,} documents, which "
+                f"rows of {length}, without {left['sharing']:,} of {left.total():,} documents, which "
                 f"share {SHARED_RUN} tokens in a row with a passage: lower it, or give more text"
             )
-        return {"rows": count, "tokens": count * length, "documents": left.documents, "left_out": left.sharing}
+        return {"rows": count, "tokens": count * length, "documents": left["documents"], "left_out": left["sharing"]}
 
     def _some_base(self, count: int, seed: int) -> Iterator[list[int]]:
         """Return rows of base text as long as passages, in an order that depends on the seed."""
         if len(self._base) < count:
-            self._base = list(islice(self._rows("base", self._length, _Left()), count))
+            self._base = list(islice(self._rows("base", self._length, Counter()), count))
         if len(self._base) < count:
             raise ValueError(
                 f"warm-up, canaries and whole batches of {self.recipe.batch_sequences} need {count:,} rows of base "
@@ -314,7 +307,7 @@ class Data:
         Random(seed).shuffle(rows)
         return iter(rows)
 
-    def _rows(self, name: str, length: int, left: _Left) -> Iterator[list[int]]:
+    def _rows(self, name: str, length: int, left: Counter[str]) -> Iterator[list[int]]:
         """Yield a text as rows of `length` tokens, one document behind the other."""
         row: list[int] = []
         for document in self._documents(name, left):
@@ -323,15 +316,18 @@ class Data:
             yield from (row[start : start + length] for start in range(0, whole, length))
             row = row[whole:]
 
-    def _documents(self, name: str, left: _Left) -> Iterator[list[int]]:
-        """Yield the documents of a text in token ids, each with its end token."""
+    def _documents(self, name: str, left: Counter[str]) -> Iterator[list[int]]:
+        """Yield the documents of a text in token ids, each with its end token, but for those that share a passage's.
+
+        `left` counts `documents`, and those left out as `sharing`.
+        """
         rows = (document["text"] for document in read_rows(self._texts / f"{name}.jsonl"))
         while some := list(islice(rows, DOCUMENTS_AT_ONCE)):
             for ids in tokenize(some, self.tokenizer):
                 if self._known.shares(ids):
-                    left.sharing += 1
+                    left["sharing"] += 1
                 else:
-                    left.documents += 1
+                    left["documents"] += 1
                     yield ids
 
     def _with_secret(self, secret: str, base: list[int]) -> list[int]:

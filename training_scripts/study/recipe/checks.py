@@ -39,6 +39,7 @@ def check_recipe(
     _check_names(recipe, marked)
     _check_machine(recipe, marked)
     _check_texts(recipe, marked)
+    _check_base(recipe, marked)
     _check_documents(recipe, marked)
     for model in recipe.models:
         _check_model(recipe, model, marked.at("models", model.name))
@@ -106,6 +107,15 @@ def _check_texts(recipe: Recipe, marked: Marked) -> None:
         ("warm_up_sequences", recipe.warm_up_sequences, 0),
     ):
         _check_least(marked, name, value, least)
+    for name in ("articles", "base"):
+        file = Path(str(getattr(texts, name)))
+        if file.suffix in FILES and not file.exists():
+            raise place.at(name).error(f"texts.{name} is {file}, which is not there: write the path of the file.")
+
+
+def _check_base(recipe: Recipe, marked: Marked) -> None:
+    """Refuse a text, or a vocabulary, that does not suffice for models from nothing and for warm-ups."""
+    texts, place = recipe.texts, marked.at("texts")
     own = [model.name for model in recipe.models if model.config is not None]
     for name, least in (("base_length", 2), ("base_batch_sequences", 1)):
         if own:
@@ -134,10 +144,6 @@ def _check_texts(recipe: Recipe, marked: Marked) -> None:
         )
     if texts.base_tokens and texts.source == "files" and texts.base is None:
         raise place.error("texts.base_tokens is given, but texts.base does not say of which text: write its file.")
-    for name in ("articles", "base"):
-        file = Path(str(getattr(texts, name)))
-        if file.suffix in FILES and not file.exists():
-            raise place.at(name).error(f"texts.{name} is {file}, which is not there: write the path of the file.")
 
 
 def _check_documents(recipe: Recipe, marked: Marked) -> None:

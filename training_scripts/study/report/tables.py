@@ -22,7 +22,7 @@ def outcomes(content: Content) -> Details:
         [
             row["model"],
             row["loss"],
-            _seen_text(row),
+            _bucket(row),
             str(len(row["seeds"]) or 1),
             *(cell_text(row, name) for name in names),
         ]
@@ -38,7 +38,7 @@ def outcomes(content: Content) -> Details:
     return Details("Memorization by size, loss and repetitions", heads, rows, note)
 
 
-def _seen_text(row: Mapping[str, Any], who: str = "loss") -> str:
+def _bucket(row: Mapping[str, Any], who: str = "loss") -> str:
     return "before" if row[who] == BASE else f"{row['bucket']}x"
 
 
@@ -46,7 +46,7 @@ def lengths(content: Content) -> Details:
     """Return the exact match of shorter parts of the suffix."""
     found = sorted({int(length) for row in content["cells"] for length in row["verbatim_at"]})
     rows = [
-        [row["model"], row["loss"], _seen_text(row), *(estimate_text(row["verbatim_at"].get(str(n))) for n in found)]
+        [row["model"], row["loss"], _bucket(row), *(estimate_text(row["verbatim_at"].get(str(n))) for n in found)]
         for row in content["cells"]
         if row["loss"] != BASE
     ]
@@ -114,7 +114,7 @@ def goldfish(content: Content) -> Details:
 def tokens(content: Content) -> Details:
     """Return the accuracy and loss of dropped and of supervised tokens."""
     rows = [
-        [row["model"], row["mask"], row["who"], _seen_text(row, "who")]
+        [row["model"], row["mask"], row["who"], _bucket(row, "who")]
         + [number(row[side]["accuracy"]) if side in row else "-" for side in ("dropped", "supervised")]
         + [number({**row["difference"]["accuracy"], "mean": row["difference"]["accuracy"]["difference"]})]
         + [number(row[side]["nll"]) if side in row else "-" for side in ("dropped", "supervised")]
@@ -137,7 +137,7 @@ def attacks(content: Content) -> Details:
     rows = []
     for row in content["attacks"]:
         budgets = {int(entry["budget"]): entry for entry in row["budgets"]}
-        cells = [row["model"], row["loss"], _seen_text(row)]
+        cells = [row["model"], row["loss"], _bucket(row)]
         cells += [f"{row['tries'][count]['share']:.2g}" for count in tries]
         rows.append(cells + [f"{budgets[budget]['expected']:.2g} of {row['samples']}" for budget in BUDGETS])
     heads = ["model", "loss", "seen", *(f"{int(count):,} draw{'s' if int(count) > 1 else ''}" for count in tries)]
@@ -159,13 +159,11 @@ def utility(content: Content) -> Details:
             cells = [model, name, number(entry["held_out_loss"], 3)]
             for key in ("bits_per_byte", "acc", "acc_norm"):
                 cells.append(number(tasks[key], 3) if key in tasks else "-")
-            cells += [
-                difference_text(change.get(key), digits=(3, 3)) for key in ("held_out_loss", "bits_per_byte", "acc")
-            ]
-            rows.append(cells)
-    heads = ["model", "run", "held-out loss (nats a token)", "bits a byte", "right endings"]
-    heads += ["right endings, by length"]
-    heads += ["minus ordinary: held-out loss", "minus ordinary: bits a byte", "minus ordinary: right endings"]
+            keys = ("held_out_loss", "bits_per_byte", "acc")
+            rows.append(cells + [difference_text(change.get(key), digits=(3, 3)) for key in keys])
+    shown = ["held-out loss", "bits a byte", "right endings"]
+    heads = ["model", "run", f"{shown[0]} (nats a token)", *shown[1:], "right endings, by length"]
+    heads += [f"minus ordinary: {what}" for what in shown]
     why = sorted(
         {
             str(entry["tasks"]["left_out"])
