@@ -155,7 +155,7 @@ def plant(plan: Plan, output: Path) -> Any:
             after = before + DRIFT + gains + plan.noise * draw.normal(size=len(rows))
             dropped = masks[run.loss] if plan.dropped else None
             found = [
-                _result(one, min(logprob, -0.5), None if dropped is None else dropped.of(_Named(one)), draw)
+                _result(one, min(logprob, -0.5), None if dropped is None else dropped.select(_Named(one)), draw)
                 for one, logprob in zip(rows, after, strict=True)
             ]
             directory = output / "runs" / run.model / run.name
@@ -186,7 +186,7 @@ def _masks(samples: Sequence[Sample], settings: dict[str, Any]) -> Any:
 
 @dataclass
 class _Named:
-    """What `TokenMasks.of` looks at, of a sample."""
+    """What `TokenMasks.select` looks at, of a sample."""
 
     sample: Sample
 
