@@ -306,10 +306,10 @@ def _about(job: Job, asked: str | None) -> tuple[dict[str, Any], dict[str, Path]
 
 
 def _elsewhere(job: Job) -> list[str]:
-    """What a script wrote outside of the certificate's folder."""
+    """Return a note of what a script left outside of the certificate's folder; what it has removed is omitted."""
     found: set[str] = set()
     for file in Path(job.folder).glob("*/script-*/elsewhere-rank*.json"):
-        found |= set(json.loads(file.read_text(encoding="utf-8")))
+        found |= set(filter(os.path.exists, json.loads(file.read_text(encoding="utf-8"))))
     listed: list[str] = []
     for path in sorted(found):  # a folder that was made stands for what is in it
         if not any(path.startswith(f"{folder}{os.sep}") for folder in listed):

@@ -123,11 +123,12 @@ class _Run:
             kept |= distributed(self.job)
         if str(kept.get("attn_implementation") or "sdpa") not in ("sdpa", "eager"):
             kept.pop("attn_implementation")
-        model = _LOAD.__func__(kind, self.small(kind, config), **(kept | EXACT))
+        loaded = _LOAD.__func__(kind, self.small(kind, config), **(kept | EXACT))
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         if name := getattr(config, "name_or_path", ""):
             model.config.name_or_path = model.name_or_path = name
         _seed(self.job.seed)  # whatever loading has drawn
-        return model
+        return loaded
 
     def batch(self, values: Any) -> Any:
         """A batch for the small model: ids and labels of its vocabulary, floats in float64."""

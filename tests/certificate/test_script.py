@@ -105,14 +105,19 @@ def test_batches_are_of_the_small_vocabulary(tmp_path):
     assert run.batch([1, 2]) == [1, 2]
 
 
-def test_a_folder_that_was_made_stands_for_what_is_in_it(tmp_path):
+def test_a_folder_stands_for_the_files_in_it_and_what_was_removed_is_not_listed(tmp_path):
     job = prepare_script(tmp_path, plan_of(tmp_path, 2), [__file__], steps=2)
     assert _elsewhere(job) == []
-    for rank, paths in enumerate([["/a/new", "/a/new/file", "/a/newer"], ["/a/new/other", "/b"]]):
+    new, newer, other = (tmp_path / name for name in ("new", "newer", "other"))
+    new.mkdir()
+    for path in (new / "file", newer, other):
+        path.touch()
+    removed = tmp_path / "hf_axonn-watch-1"  # the watchdog's folder, which is gone when a run has ended
+    for rank, paths in enumerate([[new, new / "file", newer], [new / "file", other, removed]]):
         file = tmp_path / "many" / "script-train.py" / f"elsewhere-rank{rank}.json"
         file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(paths))
-    assert _elsewhere(job) == ["the script wrote elsewhere: /a/new, /a/newer, /b."]
+        file.write_text(json.dumps(list(map(str, paths))))
+    assert _elsewhere(job) == [f"the script wrote elsewhere: {new}, {newer}, {other}."]
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
