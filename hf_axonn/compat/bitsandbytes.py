@@ -21,7 +21,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_four_bit(module: nn.Module) -> bool:
-    """Whether a module is one of bitsandbytes' 4-bit Linears. Others of its classes are not."""
+    """Return whether a module is one of bitsandbytes' 4-bit Linears. Others of its classes are not."""
     library = getattr(sys.modules.get("bitsandbytes"), "nn", None)
     return library is not None and type(module) in (library.Linear4bit, library.LinearNF4, library.LinearFP4)
 

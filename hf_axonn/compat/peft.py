@@ -77,7 +77,7 @@ def let_load_state_dict_shard() -> None:
 
 @contextlib.contextmanager
 def sized_by_full_weights() -> Iterator[None]:
-    """While inside, LoRA of a Linear has the sizes of its full weight; PEFT 0.20 takes those of a shard."""
+    """Give LoRA of a Linear the sizes of its full weight inside; PEFT 0.20 takes those of a shard."""
     from peft.tuners.lora.layer import LoraLayer
 
     original = LoraLayer._get_in_out_features
@@ -90,7 +90,7 @@ def sized_by_full_weights() -> Iterator[None]:
 
 
 def output_comes_first(layer: nn.Module) -> bool:
-    """Whether a parameter that PEFT adapts by itself is [out, in], or [E, out, in], rather than [E, in, out]."""
+    """Return whether a parameter that PEFT adapts by itself is [out, in] or [E, out, in], and not [E, in, out]."""
     return layer.num_experts == 1 or layer._did_swap_in_out_features
 
 
