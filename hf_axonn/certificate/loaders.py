@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from hf_axonn.certificate.patching import Patches, Stock, patch
 from hf_axonn.certificate.rows import IGNORED
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.compat.torch import MapFetcher
 
 
@@ -49,7 +49,7 @@ class LoaderPatches(Patches):
     @patch(DataLoaderAdapter, name="__init__")
     def adapt(self, stock: Stock, loader: Any, *args: Any, **options: Any) -> None:
         """Let loaders that are made inside be known as Accelerate's."""
-        with replaced({(self, "adapting"): True}):
+        with replace_attributes({(self, "adapting"): True}):
             stock(loader, *args, **options)
 
     @patch(DataLoader, name="__init__")

@@ -28,7 +28,7 @@ from hf_axonn.certificate.patching import Patches, Stock, patch
 from hf_axonn.certificate.recording import Recorder
 from hf_axonn.certificate.script_run import EnoughSteps, ScriptRun, WatchedWrites, seed_all
 from hf_axonn.compat.accelerate import count_as, prepared_models
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 
 
 # Options of from_pretrained that its configuration is read with.
@@ -63,7 +63,7 @@ def run_script(job: Job, recorder: Recorder, *, parallel: bool) -> None:
     sys.argv, sys.path[0] = list(job.script), str(script.parent)
     seed_all(job.seed)
     patches = (ModelPatches(run), run.loading, AcceleratorPatches(run), TrainerPatches(run))
-    with replaced({target: value for each in patches for target, value in each.replacements().items()}):
+    with replace_attributes({target: value for each in patches for target, value in each.replacements().items()}):
         try:
             runpy.run_path(str(script), run_name="__main__")
         except EnoughSteps:
@@ -92,7 +92,7 @@ class ModelPatches(Patches):
         name_or_path = options.pop("pretrained_model_name_or_path", name_or_path)
         if self.building:
             return stock(kind, name_or_path, **options)
-        with replaced({(self, "building"): True}):
+        with replace_attributes({(self, "building"): True}):
             config = options.get("config")
             if not isinstance(config, PreTrainedConfig):
                 place = {key: value for key, value in options.items() if key in OF_CONFIG}
@@ -105,7 +105,7 @@ class ModelPatches(Patches):
     def _from_config(self, stock: Stock, kind: Any, config: Any, **options: Any) -> Any:
         if self.building:
             return stock(kind, config, **options)
-        with replaced({(self, "building"): True}):
+        with replace_attributes({(self, "building"): True}):
             return self.run.load(kind, config, options).train()
 
     @patch(PreTrainedModel)
@@ -161,7 +161,7 @@ class AcceleratorPatches(Patches):
         """Note a micro-batch, and differentiate."""
         if not self.differentiating:
             self._note_backward(accelerator, loss / accelerator.gradient_accumulation_steps)
-        with replaced({(self, "differentiating"): True}):
+        with replace_attributes({(self, "differentiating"): True}):
             return stock(accelerator, loss, **options)
 
     @patch(Tensor, name="backward")

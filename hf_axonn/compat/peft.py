@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.compat.post_import import after_import
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 
 
 def without_peft(model: nn.Module) -> nn.Module:
@@ -85,7 +85,7 @@ def sized_by_full_weights() -> Iterator[None]:
     def sizes(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
         return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else original(self, module)
 
-    with replaced({(LoraLayer, "_get_in_out_features"): sizes}):
+    with replace_attributes({(LoraLayer, "_get_in_out_features"): sizes}):
         yield
 
 

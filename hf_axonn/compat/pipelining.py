@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 
 
 def pipeline_schedule(
@@ -137,6 +137,6 @@ def run_schedule(
         stage.clear_runtime_states()
         stage.has_backward = True
     calls = [{"micro_batch": number} for number in range(micro_batches)]
-    with replaced({(schedules, "_wait_batch_p2p"): wait_inside}):
+    with replace_attributes({(schedules, "_wait_batch_p2p"): wait_inside}):
         schedule._step_microbatches([()] * micro_batches, calls, [None] * micro_batches, losses, return_outputs=False)
     return losses

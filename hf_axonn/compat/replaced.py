@@ -8,7 +8,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def replaced(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+def replace_attributes(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
     """Give attributes other values inside: (owner, name) -> value. What was inherited is inherited again."""
     before = {(owner, name): vars(owner)[name] for owner, name in values if name in vars(owner)}
     try:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 
 
 OperatorMode = TorchDispatchMode  # sees operators below autograd, forward and backward
@@ -317,7 +317,7 @@ def make_group(ranks: Sequence[int], label: str, *, seconds: float, options: obj
     before = sum(name.startswith(f"{label}:") for name in distributed_c10d._world.pg_names.values())
     name = f"{label}:{before}:{ranks[0]}"
     names = {"_process_group_name": lambda *_, **__: name, "_process_group_color": lambda *_: ranks[0] + 1}
-    with replaced({(distributed_c10d, each): function for each, function in names.items()}):
+    with replace_attributes({(distributed_c10d, each): function for each, function in names.items()}):
         return torch.distributed.new_group(
             list(ranks),
             timeout=timedelta(seconds=seconds),
@@ -337,7 +337,7 @@ def groups_with_timeout(seconds: float) -> Iterator[None]:
     from torch.distributed import distributed_c10d
 
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
-    with replaced({(distributed_c10d, name): timedelta(seconds=seconds) for name in names}):
+    with replace_attributes({(distributed_c10d, name): timedelta(seconds=seconds) for name in names}):
         yield
 
 

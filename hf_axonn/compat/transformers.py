@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from packaging.version import Version
 from torch import Tensor, nn
 
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.compat.torch import groups_with_timeout
 
 
@@ -27,7 +27,7 @@ def progress_bars(shown: bool) -> contextlib.AbstractContextManager[None]:
     """Let Transformers draw its progress bars inside only if `shown`: those of several ranks are one muddle."""
     from transformers.utils import logging
 
-    return contextlib.nullcontext() if shown else replaced({(logging, "_tqdm_active"): False})
+    return contextlib.nullcontext() if shown else replace_attributes({(logging, "_tqdm_active"): False})
 
 
 def input_embedding(model: nn.Module) -> nn.Module | None:
@@ -117,7 +117,7 @@ def in_groups(experts: nn.Module, hidden: Tensor, choices: Tensor, weights: Tens
     """
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    with replaced({(experts, "_is_expert_parallel"): True}):
+    with replace_attributes({(experts, "_is_expert_parallel"): True}):
         return grouped_mm_experts_forward(experts, hidden, choices, weights)
 
 
@@ -185,7 +185,7 @@ def compute_where_launched() -> None:
 def save_on_every_rank(trainer, directory: str, save_model: Callable[[], None]) -> None:
     """Trainer's `_save`, then what else its `save_model` does, which up to 5.22 saves on one rank alone."""
     type(trainer)._save(trainer, directory)  # not that of the instance: to push, `save_model` comes here once more
-    with replaced({(trainer, "_save"): lambda *_, **__: None}):
+    with replace_attributes({(trainer, "_save"): lambda *_, **__: None}):
         save_model()
 
 
