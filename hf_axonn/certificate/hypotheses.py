@@ -108,14 +108,18 @@ def fit_multiple(name: str, ranks: Ranks, truth: Tensors, distance: Distance) ->
     """Fit gradients with a multiple of others, by least squares."""
     above = below = 0.0
     for shard in chain(*ranks):
-        if shard.name in truth and tuple(truth[shard.name].shape) == shard.shape:
-            part = shard.within(truth[shard.name])
+        if (part := _find_part(shard, truth)) is not None:
             above += float((shard.values.double() * part).sum())
             below += float((part * part).sum())
     if not below:
         return Fit(name, math.nan, math.inf)
     ratio = above / below
     return Fit(name, ratio, distance(ranks, {key: values * ratio for key, values in truth.items()}))
+
+
+def _find_part(shard: Shard, truth: Tensors) -> Tensor | None:
+    whole = truth.get(shard.name)
+    return None if whole is None or tuple(whole.shape) != shard.shape else shard.within(whole)
 
 
 def find_fit(
@@ -156,8 +160,7 @@ def length_of_difference(ranks: Ranks, truth: Tensors) -> float:
     """Return the length of the difference of all gradients over that of `truth`: the distance of rounded gradients."""
     off = length = 0.0
     for shard in chain(*ranks):
-        if shard.name in truth:
-            part = shard.within(truth[shard.name])
+        if (part := _find_part(shard, truth)) is not None:
             off += float((shard.values.double() - part).square().sum())
             length += float(part.square().sum())
     return math.sqrt(off / length) if length else math.inf

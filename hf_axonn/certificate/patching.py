@@ -28,7 +28,7 @@ class Patches:
     """Methods that replace others."""
 
     def replacements(self) -> dict[tuple[Any, str], Any]:
-        """Return the values for `compat.replaced.replaced`."""
+        """Return the values for `compat.replaced.replace_attributes`."""
         return {
             (owner, name): _replace(getattr(owner, name), vars(owner).get(name), getattr(self, method.__name__))
             for method in vars(type(self)).values()
