@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from hf_axonn.accelerator.dispatching import dispatching_loader
 from hf_axonn.accelerator.shuffling import SampleOrder
 from hf_axonn.compat.accelerate import is_prepared, prepared_loaders, prepared_models
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, loader_facts
 from hf_axonn.distributed.mesh import SAME_SAMPLES, GridMesh, grid_mesh
 from hf_axonn.engine.dtensors import whole
@@ -68,7 +68,7 @@ class DataMethods:
         """Profile as the stock method; each process writes a trace of its own."""
         with contextlib.ExitStack() as at_the_end, super().profile(profile_handler) as profiler:
             yield profiler
-            at_the_end.enter_context(replaced({(self, "counts_processes"): True}))
+            at_the_end.enter_context(replace_attributes({(self, "counts_processes"): True}))
 
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch=None
@@ -98,7 +98,7 @@ class DataMethods:
             own = self.sample_order.shared if alone else own
             if sampler is not None:
                 generator = self.sample_order.adopt(sampler, as_one_process=alone, resumable=stock)
-            with replaced({(self, "counts_processes"): True}):
+            with replace_attributes({(self, "counts_processes"): True}):
                 prepared = super().prepare_data_loader(
                     data_loader, device_placement=device_placement, slice_fn_for_dispatch=slice_fn_for_dispatch
                 )

@@ -19,7 +19,7 @@ from hf_axonn.accelerator.masters import stages_agree
 from hf_axonn.accelerator.prepare import point_to_shards, refuse_low_bit, shard_plain_model
 from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimizers, without_autocast
 from hf_axonn.compat.messages import get_logger
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.gradient_sync import averaging
@@ -73,7 +73,7 @@ class TrainingMethods:
         self._shard(model)
         state, shared = sharded_model(model), AcceleratorState()
         dynamo, off = shared.dynamo_plugin, TorchDynamoPlugin(backend="no")
-        with replaced({(shared, "dynamo_plugin"): off} if state is not None else {}):
+        with replace_attributes({(shared, "dynamo_plugin"): off} if state is not None else {}):
             prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         self.check_even_batches()
         stages_agree(prepared_models(self))

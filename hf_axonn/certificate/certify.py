@@ -1,5 +1,5 @@
-"""From files to a verdict: `prepare` makes the job, `run_both` trains on one process and under the file, `conclude`
-compares.
+"""The way from files to a verdict: `prepare` makes the job, `run_both` trains on one process and under the file,
+`conclude` compares.
 
     folder/model        the small model           folder/launch.yaml   the file that is launched
     folder/one, many    what the processes wrote  folder/certificate.json, certificate.html
@@ -24,13 +24,12 @@ from transformers.utils import logging
 from hf_axonn.certificate.compare import CaseResult, compare, read_runs
 from hf_axonn.certificate.explain import explain
 from hf_axonn.certificate.job import FLOAT64, Job, make_job, make_script_job, read_arguments
-from hf_axonn.certificate.launch_plan import LaunchPlan, divided, read_launch_plan
-from hf_axonn.certificate.own_dtype import compare_in_own_dtype
+from hf_axonn.certificate.launch_plan import LaunchPlan, divide_plan, read_launch_plan
+from hf_axonn.certificate.own_dtype import DTYPES, compare_in_own_dtype
 from hf_axonn.certificate.progress import Progress, estimated_seconds
 from hf_axonn.certificate.recording import Record
 from hf_axonn.certificate.report import certificate, exit_code, lines, page, plan_lines
-from hf_axonn.certificate.shrinking import config_of, shrunk
-from hf_axonn.certificate.steps import DTYPES
+from hf_axonn.certificate.shrinking import config_of, shrink
 from hf_axonn.certificate.watching import STANDS_STILL, cases_begun, wait_for
 from hf_axonn.certificate.worker import ALONE, TOGETHER
 
@@ -57,14 +56,14 @@ def prepare(
         ValueError: the model cannot be made small, an argument is wrong, or `steps` is below 2.
     """
     _check_steps(steps, 2, ": the last one is the epoch's uneven end")
-    small = shrunk(config_of(model), ranks=plan.ranks, layers=max(2, plan.stages), seed=seed)
+    small = shrink(config_of(model), ranks=plan.ranks, layers=max(2, plan.stages), seed=seed)
     if dtype != FLOAT64:
         check_comparable(small.config, dtype)
     words = small.config.vocab_size
     job = make_job(folder, plan, steps=steps, vocabulary=words, trainer=trainer, seed=seed, dtype=dtype)
     with torch.no_grad():
-        for its in filter(torch.is_floating_point, (*small.parameters(), *small.buffers())):
-            its.copy_(its.to(job.numbers))
+        for tensor in filter(torch.is_floating_point, (*small.parameters(), *small.buffers())):
+            tensor.copy_(tensor.to(job.numbers))
     with _quiet():
         small.save_pretrained(job.model)
     _write(job, plan)
@@ -100,11 +99,11 @@ def run_both(job: Job, progress: Progress) -> None:
 
 
 def _failure(job: Job, names: list[str], progress: Progress) -> str:
-    """Run cases under the launch file; which one failed, which is noted, or nothing."""
+    """Run cases under the launch file; returns the one that failed, which is noted, or nothing."""
     try:
         _run(job, TOGETHER, names, progress)
     except RuntimeError as problem:
-        progress.ended("does not run")
+        progress.end("does not run")
         failed = [names[0], *cases_begun(Path(job.folder, TOGETHER))][-1]
         job.failed[failed] = str(problem)
         return failed
@@ -112,7 +111,7 @@ def _failure(job: Job, names: list[str], progress: Progress) -> str:
 
 
 def command(job: Job, name: str, cases: Sequence[str]) -> list[str]:
-    """The command line of one of the two runs, for some cases."""
+    """Return the command line of one of the two runs, for some cases."""
     file = str(Path(job.folder) / "job.json")
     if name == ALONE:
         return [sys.executable, "-m", WORKER, file, *cases]
@@ -137,14 +136,14 @@ def _run(job: Job, name: str, cases: list[str], progress: Progress) -> None:
             command(job, name, cases), cwd=where, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
         side = "one process" if name == ALONE else f"{job.ranks} ranks"
-        early = wait_for(process, folder, LIMIT, lambda case: progress.began(side, case))
+        early = wait_for(process, folder, LIMIT, lambda case: progress.begin_case(side, case))
     if early or process.returncode:
         raise RuntimeError(_why(folder, early or f"ended with {process.returncode}"))
-    progress.ended()
+    progress.end()
 
 
 def _why(folder: Path, end: str) -> str:
-    """The first failure that a process has left, else how the run ended and the end of the log."""
+    """Return the first failure that a process has left, else how the run ended and the end of the log."""
     what = "the run on one process" if folder.name == ALONE else "the run under the launch file"
     failed = sorted(folder.glob("failed-rank*.txt"), key=lambda path: path.stat().st_mtime)
     if end.startswith(STANDS_STILL):
@@ -161,21 +160,21 @@ def conclude(job: Job, plan: LaunchPlan) -> list[CaseResult]:
     results = []
     with _quiet():
         for path, optimizer in job.cases:
-            if said := job.failed.get(f"{path}-{optimizer}"):
-                results.append(CaseResult(path, optimizer, failed=said))
+            if problem := job.failed.get(f"{path}-{optimizer}"):
+                results.append(CaseResult(path, optimizer, failed=problem))
                 continue
-            if job.dtype != FLOAT64:
-                results.append(compare_in_own_dtype(job, plan, path, optimizer))
-                continue
-            result = compare(job, path, optimizer)
-            explain(job, read_runs(job, path, optimizer), result, plan.factors)
-            results.append(result)
+            runs = read_runs(job, path, optimizer)
+            if job.dtype == FLOAT64:
+                results.append(compare(job, runs, path, optimizer))
+                explain(job, runs, results[-1], plan.factors)
+            else:
+                results.append(compare_in_own_dtype(job, plan, runs, path, optimizer))
     return results
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, Transformers says nothing of the small models that are loaded again and again."""
+    """Let Transformers say nothing inside of the small models that are loaded again and again."""
     verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -219,7 +218,7 @@ def certify(
     plan = read_launch_plan(config, dtype)
     arguments = read_arguments(trainer_args) if trainer_args else {}
     if loading := arguments.get("distributed_config"):
-        plan = divided(plan, loading)
+        plan = divide_plan(plan, loading)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"--output: {output} is not empty: give another folder.")
     output.mkdir(parents=True, exist_ok=True)
@@ -294,22 +293,22 @@ def _write(job: Job, plan: LaunchPlan) -> None:
     job.save()
 
 
-def _about(job: Job, asked: str | None) -> tuple[dict[str, Any], dict[str, Path]]:
-    """What the certificate says of the model, and the files whose sums it has."""
+def _about(job: Job, name: str | None) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return the certificate's facts of the model, and the files whose sums it has."""
     one = Record(Path(job.folder, ALONE, "-".join(job.cases[0])), 0)
     model = Path(one.facts["models"][0]) if job.script else job.model
     small = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    parameters = sum(piece.values.numel() for piece in one.parameters(0))
-    about = {"asked": asked or small["model_type"], "type": small["model_type"], "parameters": parameters}
+    parameters = sum(shard.values.numel() for shard in one.parameters(0))
+    about = {"asked": name or small["model_type"], "type": small["model_type"], "parameters": parameters}
     files = {"config of the small model": model / "config.json"}
     return {**about, "config": small}, files | ({"script": Path(job.script[0])} if job.script else {})
 
 
 def _elsewhere(job: Job) -> list[str]:
-    """What a script wrote outside of the certificate's folder."""
+    """Return a note of what a script left outside of the certificate's folder; what it has removed is omitted."""
     found: set[str] = set()
     for file in Path(job.folder).glob("*/script-*/elsewhere-rank*.json"):
-        found |= set(json.loads(file.read_text(encoding="utf-8")))
+        found |= set(filter(os.path.exists, json.loads(file.read_text(encoding="utf-8"))))
     listed: list[str] = []
     for path in sorted(found):  # a folder that was made stands for what is in it
         if not any(path.startswith(f"{folder}{os.sep}") for folder in listed):

@@ -10,7 +10,9 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -19,32 +21,20 @@ from torch import Tensor
 from hf_axonn.certificate.float64 import error_floor, not_nan
 from hf_axonn.certificate.job import Job
 from hf_axonn.certificate.loading import load_saved
-from hf_axonn.certificate.pieces import Piece, assembled
 from hf_axonn.certificate.recording import Record
+from hf_axonn.certificate.shards import Shard, assemble, shard_of
 from hf_axonn.certificate.worker import ALONE, TOGETHER
 
 
 BOUND = 1e-10
 NEAR = 1e-6  # of the largest logit: nearer than this, rounding decides which of two tokens is the likelier
 # In the order in which one thing follows from another.
-KINDS = (
-    "samples",
-    "start",
-    "loss",
-    "gradient",
-    "norm",
-    "parameter",
-    "copy",
-    "logged",
-    "evaluation",
-    "logits",
-    "saved",
-)
+KINDS = "samples start loss gradient norm parameter copy logged evaluation logits saved".split()
 
 
 @dataclass
 class Error:
-    """How far something is from the run on one process: of which step, whose, on which rank, and how far it may be."""
+    """The distance of something from the run on one process: its step, name and rank, and how far it may be."""
 
     size: float
     step: int
@@ -55,7 +45,7 @@ class Error:
 
     @property
     def wrong(self) -> bool:
-        """Whether it is above its bound."""
+        """True if it is above its bound."""
         return not self.size <= self.bound
 
 
@@ -86,21 +76,36 @@ class CaseResult:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing is above the bound."""
+        """True if nothing is above the bound."""
         return self.first is None and not self.failed
 
-    def before(self, step: int) -> None:
+    def set_errors(self, errors: list[tuple[str, Error]]) -> None:
+        """Take all errors of the case, and find the worst and the first ones."""
+        self.errors, self.worst = errors, find_worst(errors)
+        wrong = [(kind, error) for kind, error in errors if error.wrong]
+        self.first = min(wrong, key=lambda each: (each[1].step, KINDS.index(each[0]), -each[1].size), default=None)
+
+    def keep_before(self, step: int) -> None:
         """Let `worst` be of what comes before a step alone, and of what a run is measured by itself."""
-        self.worst = {}
-        for kind, error in self.errors:
-            if kind == "saved" or error.step < step and kind not in ("evaluation", "logits"):
-                if kind not in self.worst or error.size > self.worst[kind].size:
-                    self.worst[kind] = error
+        self.worst = find_worst(
+            (kind, error)
+            for kind, error in self.errors
+            if kind == "saved" or error.step < step and kind not in ("evaluation", "logits")
+        )
+
+
+def find_worst(errors: Iterable[tuple[str, Error]]) -> dict[str, Error]:
+    """Return for each kind the error that is largest beside its bound."""
+    worst: dict[str, Error] = {}
+    for kind, error in errors:
+        if kind not in worst or error.size / error.bound > worst[kind].size / worst[kind].bound:
+            worst[kind] = error
+    return worst
 
 
 @dataclass
 class Runs:
-    """What both sides wrote of one case."""
+    """The records of one case: of one process, and of many."""
 
     one: Record
     many: list[Record]
@@ -114,107 +119,101 @@ def read_runs(job: Job, path: str, optimizer: str) -> Runs:
     return Runs(Record(folder / ALONE / alone, 0), many)
 
 
-def compare(job: Job, path: str, optimizer: str) -> CaseResult:
+def compare(job: Job, runs: Runs, path: str, optimizer: str) -> CaseResult:
     """Compare one case; `explain` finds the cause of what differs."""
-    runs = read_runs(job, path, optimizer)
-    result = CaseResult(path, optimizer, groups=same_samples(runs.many))
+    result = CaseResult(path, optimizer, groups=group_ranks(runs.many))
     found: list[tuple[str, Error]] = []
     begin = runs.many[0].after + 1
     steps = range(begin, job.steps + 1)
     if any(batch for batches in runs.one.samples for batch in batches):
         for step in steps:
-            problem = sample_problem(runs, result.groups, job.positions, step)
+            problem = find_sample_problem(runs, result.groups, job.positions, step)
             found.append(("samples", Error(math.inf if problem else 0.0, step, "samples", 0, problem)))
-    found += [("start", error) for error in _tensors(runs, begin - 1, Record.parameters)]
-    found += [("copy", error) for error in _copies(runs, begin - 1)]
+    found += [("start", error) for error in _compare_tensors(runs, begin - 1, Record.parameters)]
+    found += [("copy", error) for error in _compare_copies(runs, begin - 1)]
     for step in steps:
         index = step - 1
         truth = sum(runs.one.losses[index])
         mean = sum(sum(record.losses[index]) for record in runs.many) / len(runs.many)
-        found.append(("loss", Error(_relative(mean, truth), step, "loss", 0)))
-        found += [("gradient", error) for error in _tensors(runs, step, Record.gradients)]
+        found.append(("loss", Error(relative_error(mean, truth), step, "loss", 0)))
+        found += [("gradient", error) for error in _compare_tensors(runs, step, Record.gradients)]
         if job.norms and runs.one.norms[index] is not None:
-            found += [("norm", error) for error in _numbers(runs, step, "norm", norm_at)]
-        found += [("parameter", error) for error in _tensors(runs, step, Record.parameters)]
-        found += [("copy", error) for error in _copies(runs, step)]
+            found += [("norm", error) for error in _compare_numbers(runs, step, "norm", norm_at)]
+        found += [("parameter", error) for error in _compare_tensors(runs, step, Record.parameters)]
+        found += [("copy", error) for error in _compare_copies(runs, step)]
         for name in runs.one.logged[index] if runs.one.logged else ():
-            found += [("logged", error) for error in _numbers(runs, step, f"logged {name}", _logged(name))]
+            read = partial(_read_logged, name=name)
+            found += [("logged", error) for error in _compare_numbers(runs, step, f"logged {name}", read)]
     if runs.one.evaluation:
         end = job.steps
-        evaluated = _numbers(runs, end, "evaluation loss", lambda record, at: record.evaluation["loss"])
-        found += [("evaluation", each) for each in evaluated]
-        found += [("logits", each) for each in _logits(runs, end)]
-        found += [("saved", each) for each in (_saved(job, runs, path, optimizer) if job.saves else [])]
-    settle(result, found)
+        errors = _compare_numbers(runs, end, "evaluation loss", lambda record, at: record.evaluation["loss"])
+        found += [("evaluation", error) for error in errors]
+        found += [("logits", error) for error in _compare_logits(runs, end)]
+        found += [("saved", error) for error in (_compare_saved(job, runs) if job.saves else [])]
+    result.set_errors(found)
     return result
 
 
 def norm_at(record: Record, index: int) -> float:
-    """The norm of a step, counted from 0; NaN where a rank says none."""
+    """Return the norm of a step, counted from 0; NaN where a rank has none."""
     norm = record.norms[index]
     return math.nan if norm is None else norm
 
 
-def settle(result: CaseResult, found: list[tuple[str, Error]]) -> None:
-    """Let a result be that of these errors."""
-    result.errors, result.worst = found, {}
-    for kind, error in found:
-        if kind not in result.worst or error.size / error.bound > result.worst[kind].size / result.worst[kind].bound:
-            result.worst[kind] = error
-    wrong = [(kind, error) for kind, error in found if error.wrong]
-    result.first = min(wrong, key=lambda each: (each[1].step, KINDS.index(each[0]), -each[1].size), default=None)
+def _read_logged(record: Record, index: int, name: str) -> float:
+    return record.logged[index].get(name, math.nan)
 
 
-def _logged(name: str) -> Callable[[Record, int], float]:
-    return lambda record, at: record.logged[at].get(name, math.nan)
-
-
-def same_samples(records: Sequence[Record]) -> list[list[int]]:
-    """Ranks that saw the same samples in all steps, as lists."""
+def group_ranks(records: Sequence[Record]) -> list[list[int]]:
+    """Return lists of ranks that saw the same samples in all steps."""
     groups: dict[str, list[int]] = {}
     for rank, record in enumerate(records):
         groups.setdefault(str(record.samples), []).append(rank)
     return list(groups.values())
 
 
-def sample_problem(runs: Runs, groups: Sequence[Sequence[int]], positions: int, step: int) -> str:
-    """What is wrong with the samples of a step; empty: every sample once, each position its own."""
+def _count_samples(runs: Runs, groups: Sequence[Sequence[int]], step: int) -> tuple[Counter[int], Counter[int]]:
+    """Return the samples of a step that one process and that the groups saw."""
     index = step - 1
-    wanted = Counter(row for batch in runs.one.samples[index] for row in batch)
-    given = Counter(row for group in groups for batch in runs.many[group[0]].samples[index] for row in batch)
-    if given == wanted:
+    alone = Counter(row for batch in runs.one.samples[index] for row in batch)
+    together = Counter(row for group in groups for batch in runs.many[group[0]].samples[index] for row in batch)
+    return alone, together
+
+
+def find_sample_problem(runs: Runs, groups: Sequence[Sequence[int]], positions: int, step: int) -> str:
+    """Find what is wrong with the samples of a step; empty: every sample once, each position its own."""
+    alone, together = _count_samples(runs, groups, step)
+    if together == alone:
         return ""
-    missing, more = sorted((wanted - given).elements()), sorted((given - wanted).elements())
-    said = []
+    missing, more = sorted((alone - together).elements()), sorted((together - alone).elements())
+    parts = []
     if len(groups) != positions:
         seen = ", ".join(" and ".join(map(str, group)) for group in groups if len(group) > 1)
         shared = f" (the same: {seen})" if seen else ""
-        said.append(f"{len(groups)} different sequences of samples on {positions} data-parallel positions{shared}")
+        parts.append(f"{len(groups)} different sequences of samples on {positions} data-parallel positions{shared}")
     if missing:
-        said.append(f"samples {_listed(missing)} were seen by no rank")
+        parts.append(f"samples {_join(missing)} were seen by no rank")
     if more:
-        said.append(f"samples {_listed(more)} were seen once too often")
-    return "; ".join(said)
+        parts.append(f"samples {_join(more)} were seen once too often")
+    return "; ".join(parts)
 
 
-def repeated_at_the_end(runs: Runs, groups: Sequence[Sequence[int]], positions: int, step: int, steps: int) -> bool:
-    """Whether all that is wrong with the samples is how Accelerate fills up the last batch: by the epoch's first."""
-    index = step - 1
+def is_filled_up(runs: Runs, groups: Sequence[Sequence[int]], positions: int, step: int, steps: int) -> bool:
+    """Return whether samples differ only as Accelerate fills up the last batch: by the epoch's first ones."""
     if step != steps or len(groups) != positions:
         return False
-    wanted = Counter(row for batch in runs.one.samples[index] for row in batch)
-    given = Counter(row for group in groups for batch in runs.many[group[0]].samples[index] for row in batch)
+    alone, together = _count_samples(runs, groups, step)
     order = [row for batches in runs.one.samples for batch in batches for row in batch]
-    more = given - wanted
-    return not wanted - given and set(more) <= set(order[: more.total()])
+    more = together - alone
+    return not alone - together and set(more) <= set(order[: more.total()])
 
 
-def _listed(rows: Sequence[int], most: int = 6) -> str:
+def _join(rows: Sequence[int], most: int = 6) -> str:
     return ", ".join(map(str, rows[:most])) + (f" and {len(rows) - most} more" if len(rows) > most else "")
 
 
-def _logits(runs: Runs, step: int) -> list[Error]:
-    """The logits of the rows of the evaluation; where another token is the likeliest, how many are near-ties."""
+def _compare_logits(runs: Runs, step: int) -> list[Error]:
+    """Compare the logits of the rows of the evaluation; where another token is the likeliest, count near-ties."""
     truth, errors = runs.one.logits(), []
     for record in runs.many:
         for row, values in record.logits().items():
@@ -226,82 +225,81 @@ def _logits(runs: Runs, step: int) -> list[Error]:
             other = values.argmax(-1) != whole.argmax(-1)
             best = whole[other].topk(2).values
             ties = int((best[:, 0] - best[:, 1] <= NEAR * whole.abs().max()).sum())
-            said = f"off by {size:.1e}, at {int(other.sum())} of {len(other)} places another token is the likeliest"
-            said += f", of which {ties} are near-ties"
-            errors.append(Error(size, step, f"row {row}", record.rank, said if bool(other.any()) else ""))
+            text = f"off by {size:.1e}, at {int(other.sum())} of {len(other)} places another token is the likeliest"
+            text += f", of which {ties} are near-ties"
+            errors.append(Error(size, step, f"row {row}", record.rank, text if bool(other.any()) else ""))
     return errors
 
 
-def _relative(value: float, truth: float) -> float:
+def relative_error(value: float, truth: float) -> float:
+    """Return |value - truth| / |truth|; infinite in place of NaN."""
     error = abs(value - truth) / max(abs(truth), torch.finfo(torch.float64).tiny)
     return math.inf if math.isnan(error) else error
 
 
-def _numbers(runs: Runs, step: int, name: str, read: Callable[[Record, int], float]) -> list[Error]:
+def _compare_numbers(runs: Runs, step: int, name: str, read: Callable[[Record, int], float]) -> list[Error]:
     truth = read(runs.one, step - 1)
-    return [Error(_relative(read(record, step - 1), truth), step, name, rank) for rank, record in enumerate(runs.many)]
+    values = [read(record, step - 1) for record in runs.many]
+    return [Error(relative_error(value, truth), step, name, rank) for rank, value in enumerate(values)]
 
 
-def _tensors(runs: Runs, step: int, read: Callable[[Record, int], list[Piece]]) -> list[Error]:
-    """The errors of all tensors on all ranks."""
-    truth = {piece.name: piece.values for piece in read(runs.one, step)}
-    each = [read(record, step) for record in runs.many]
-    errors = [error for rank, pieces in enumerate(each) for error in piece_errors(pieces, truth, step, rank)]
-    return errors + on_no_rank(each, truth, step)
+def _compare_tensors(runs: Runs, step: int, read: Callable[[Record, int], list[Shard]]) -> list[Error]:
+    truth = {shard.name: shard.values for shard in read(runs.one, step)}
+    ranks = [read(record, step) for record in runs.many]
+    errors = [error for rank, shards in enumerate(ranks) for error in shard_errors(shards, truth, step, rank)]
+    return errors + find_absent(ranks, truth, step)
 
 
-def _copies(runs: Runs, step: int) -> list[Error]:
-    """How far what models compute with is from the parameters, rounded to the dtype of the copy."""
+def _compare_copies(runs: Runs, step: int) -> list[Error]:
+    """Compare the weights that models compute with and the parameters, rounded to the dtype of the copy."""
     copies = [record.copies(step) for record in runs.many]
     if not any(copies):
         return []
-    held = assembled(record.parameters(step) for record in runs.many)
-    found = []
-    for rank, pieces in enumerate(copies):
-        for its in pieces:
-            truth = {its.name: held[its.name].to(its.values.dtype).double()}
-            found += piece_errors([Piece(its.name, its.shape, its.offsets, its.values.double())], truth, step, rank)
-    return found
-
-
-def on_no_rank(each: Sequence[Sequence[Piece]], truth: dict[str, Tensor], step: int) -> list[Error]:
-    """An error for each tensor of which no rank has some part."""
-    held: dict[str, Tensor] = {}
-    for pieces in each:
-        for piece in pieces:
-            if piece.name in truth:
-                piece.within(held.setdefault(piece.name, torch.zeros(piece.shape, dtype=torch.bool))).fill_(True)
-    missing = [name for name in truth if name not in held or not bool(held[name].all())]
-    return [Error(math.inf, step, name, 0, "some of it is on no rank") for name in missing]
-
-
-def piece_errors(pieces: Iterable[Piece], truth: dict[str, Tensor], step: int, rank: int) -> list[Error]:
-    """The error of each piece of a rank."""
-    floor = error_floor(truth.values())
+    parameters = assemble(record.parameters(step) for record in runs.many)
     errors = []
-    for piece in pieces:
-        whole = truth.get(piece.name)
-        if whole is None:
-            errors.append(Error(math.inf, step, piece.name, rank, "not there on one process"))
-        elif tuple(whole.shape) != piece.shape:
-            shapes = f"shape {list(piece.shape)}, on one process {list(whole.shape)}"
-            errors.append(Error(math.inf, step, piece.name, rank, shapes))
-        elif piece.values.numel():
-            difference = not_nan((piece.values - piece.within(whole)).abs().max())
-            errors.append(Error(difference / float(torch.maximum(whole.abs().max(), floor)), step, piece.name, rank))
+    for rank, shards in enumerate(copies):
+        for shard in shards:
+            truth = {shard.name: parameters[shard.name].to(shard.values.dtype).double()}
+            errors += shard_errors([replace(shard, values=shard.values.double())], truth, step, rank)
     return errors
 
 
-def _saved(job: Job, runs: Runs, path: str, optimizer: str) -> list[Error]:
-    """What `save_model` wrote, loaded again, beside the parameters after the last step of the same run."""
-    folder = Path(job.folder) / TOGETHER / f"{path}-{optimizer}" / "saved"
+def find_absent(ranks: Sequence[Sequence[Shard]], truth: dict[str, Tensor], step: int) -> list[Error]:
+    """Return an error for each tensor of which some part is on no rank."""
+    held: dict[str, Tensor] = {}
+    for shard in chain(*ranks):
+        if shard.name in truth:
+            shard.within(held.setdefault(shard.name, torch.zeros(shard.shape, dtype=torch.bool))).fill_(True)
+    absent = [name for name in truth if name not in held or not bool(held[name].all())]
+    return [Error(math.inf, step, name, 0, "some of it is on no rank") for name in absent]
+
+
+def shard_errors(shards: Iterable[Shard], truth: dict[str, Tensor], step: int, rank: int) -> list[Error]:
+    """Return the error of each shard of a rank."""
+    floor = error_floor(truth.values())
+    errors = []
+    for shard in shards:
+        whole = truth.get(shard.name)
+        if whole is None:
+            errors.append(Error(math.inf, step, shard.name, rank, "not there on one process"))
+        elif tuple(whole.shape) != shard.shape:
+            shapes = f"shape {list(shard.shape)}, on one process {list(whole.shape)}"
+            errors.append(Error(math.inf, step, shard.name, rank, shapes))
+        elif shard.values.numel():
+            difference = not_nan((shard.values - shard.within(whole)).abs().max())
+            errors.append(Error(difference / float(torch.maximum(whole.abs().max(), floor)), step, shard.name, rank))
+    return errors
+
+
+def _compare_saved(job: Job, runs: Runs) -> list[Error]:
+    """Compare the weights of `save_model`, loaded again, with those after the last step of the same run."""
+    folder = runs.many[0].folder / "saved"
     if not any(folder.glob("*.safetensors*")):
         return [Error(math.inf, job.steps, "save_model", 0, "wrote no weights")]
-    trained = assembled(record.copies(job.steps) or record.parameters(job.steps) for record in runs.many)
+    trained = assemble(record.copies(job.steps) or record.parameters(job.steps) for record in runs.many)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
-        loaded = load_saved(job, folder)
-    pieces = [Piece(name, tuple(its.shape), (0,) * its.dim(), its.detach()) for name, its in loaded.named_parameters()]
-    errors = piece_errors(pieces, trained, job.steps, 0)
-    names = {piece.name for piece in pieces}
-    return errors + [Error(math.inf, job.steps, name, 0, "not in the file") for name in trained if name not in names]
+        loaded = dict(load_saved(job, folder).named_parameters())
+    shards = [shard_of(name, weight.detach()) for name, weight in loaded.items()]
+    absent = [Error(math.inf, job.steps, name, 0, "not in the file") for name in trained if name not in loaded]
+    return shard_errors(shards, trained, job.steps, 0) + absent

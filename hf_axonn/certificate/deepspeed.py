@@ -1,4 +1,4 @@
-"""DeepSpeed: what of a launch file is certified, and how its engine runs on CPUs and is looked into."""
+"""DeepSpeed: the keys of a launch file that are certified, and its engine on CPUs."""
 
 from __future__ import annotations
 
@@ -19,26 +19,17 @@ STEPS, CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 OF_SECTION = ("zero_stage", STEPS, CLIPPING, "zero3_init_flag", "zero3_save_16bit_model", FILE)
 OFFLOAD = ("offload_optimizer_device", "offload_param_device")
 OF_NVME = ("offload_optimizer_nvme_path", "offload_param_nvme_path")
-OF_MACHINES = (
-    "deepspeed_multinode_launcher",
-    "deepspeed_hostfile",
-    "deepspeed_exclusion_filter",
-    "deepspeed_inclusion_filter",
-)
+OF_MACHINES = [
+    f"deepspeed_{name}" for name in ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter")
+]
 # Of a file of DeepSpeed's own.
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 OURS = ("optimizer", "scheduler")  # the certificate's own are in their place
 DTYPES = ("fp16", "bf16")
 OF_FILE = (
-    STEPS,
-    CLIPPING,
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-)
+    f"{STEPS} {CLIPPING} prescale_gradients gradient_predivide_factor steps_per_print wall_clock_breakdown "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+).split()
 # Not round_robin_gradients, where DeepSpeed's own map of the parts is that of another order.
 OF_ZERO = (
     "stage overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions "
@@ -51,7 +42,7 @@ OF_ZERO = (
 
 @dataclass(frozen=True)
 class Zero:
-    """What a launch file of DeepSpeed says.
+    """The settings of a launch file of DeepSpeed.
 
     Args:
         stage: of ZeRO.
@@ -66,13 +57,13 @@ class Zero:
     saves: bool = True
 
     @property
-    def of_file(self) -> bool:
-        """Whether a file of DeepSpeed's own says it, which then says the dtype, too."""
+    def in_file(self) -> bool:
+        """True if the settings are in a file of DeepSpeed's own, which then has the dtype, too."""
         return FILE in self.section
 
 
 def read_zero(section: Mapping[str, Any], dtype: str, notes: list[str], most: int) -> Zero:
-    """What the section `deepspeed_config` of a launch file comes down to, with up to so many micro-batches of a step.
+    """Read the section `deepspeed_config` of a launch file, with at most `most` micro-batches a step.
 
     Raises:
         ValueError: something in it cannot be certified, the dtype is float64, or DeepSpeed is not installed.
@@ -85,25 +76,25 @@ def read_zero(section: Mapping[str, Any], dtype: str, notes: list[str], most: in
         if key not in OF_SECTION:
             raise ValueError(f"deepspeed_config: {key} cannot be certified yet: omit it.")
     file = _read_file(kept[FILE], dtype, notes) if kept.get(FILE) else None
-    said = kept if file is None else {**file, **_of_zero(file["zero_optimization"])}
+    values = kept if file is None else {**file, **_read_stage(file["zero_optimization"])}
     try:
-        stage = int(said.get("zero_stage", 2 if file is None else 0))
+        stage = int(values.get("zero_stage", 2 if file is None else 0))
     except (TypeError, ValueError):
         stage = -1
     if stage not in range(4):
-        raise ValueError(f"zero_stage is {said.get('zero_stage')}: write 0, 1, 2 or 3.")
+        raise ValueError(f"zero_stage is {values.get('zero_stage')}: write 0, 1, 2 or 3.")
     _check_dtype(stage, dtype)
     if find_spec(INSTALLED_AS) is None:
         raise ValueError("DeepSpeed is not installed: pip install deepspeed (it needs g++ on CPUs).")
     trainer: dict[str, Any] = {}
-    if said.get(STEPS) not in (None, "auto"):
-        trainer[STEPS] = min(int(said[STEPS]), most)
-        if int(said[STEPS]) > most:
-            notes.append(f"{STEPS} is {most} and not {said[STEPS]}.")
+    if values.get(STEPS) not in (None, "auto"):
+        trainer[STEPS] = min(int(values[STEPS]), most)
+        if int(values[STEPS]) > most:
+            notes.append(f"{STEPS} is {most} and not {values[STEPS]}.")
         (kept if file is None else file)[STEPS] = trainer[STEPS]
-    if said.get(CLIPPING) not in (None, "auto"):
-        trainer["max_grad_norm"] = float(said[CLIPPING])
-    saves = stage < 3 or str(said.get("zero3_save_16bit_model", False)).lower() == "true"
+    if values.get(CLIPPING) not in (None, "auto"):
+        trainer["max_grad_norm"] = float(values[CLIPPING])
+    saves = stage < 3 or str(values.get("zero3_save_16bit_model", False)).lower() == "true"
     if not saves:
         notes.append("nothing that is saved is compared: save_model writes no weights without zero3_save_16bit_model.")
     if stage == 0:
@@ -113,8 +104,8 @@ def read_zero(section: Mapping[str, Any], dtype: str, notes: list[str], most: in
     return Zero(stage, kept, trainer, saves)
 
 
-def _of_zero(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The names that a launch file has for what the section zero_optimization says."""
+def _read_stage(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the section zero_optimization that a launch file has too, by their names there."""
     names = {"zero_stage": "stage", "zero3_save_16bit_model": "stage3_gather_16bit_weights_on_model_save"}
     return {name: section[key] for name, key in names.items() if key in section}
 
@@ -133,7 +124,7 @@ def _check_dtype(stage: int, dtype: str) -> None:
 
 
 def _read_file(path: str, dtype: str, notes: list[str]) -> dict[str, Any]:
-    """A file of DeepSpeed's own, with the batches and the dtype of the certificate.
+    """Read a file of DeepSpeed's own, with the batches and the dtype of the certificate.
 
     Raises:
         ValueError: it cannot be read, or something in it cannot be certified.

@@ -64,7 +64,7 @@ def recompute_exactly(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_noise(exact: bool = True) -> Iterator[None]:
-    """Inside, every optimizer takes gradients that are nothing but rounding for zero.
+    """Let every optimizer inside take gradients that are nothing but rounding for zero.
 
     Adafactor and others divide a gradient by its size, so they make full steps of rounding, as of a key bias, whose
     gradient is zero by mathematics. Both sides of a comparison are rid of it, each rank by what it holds.
@@ -91,7 +91,7 @@ def _zero_noise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 class ExactLogProbs:
-    """In place of TRL's kernel of log probabilities, whose sums are float32: the same in the dtype of its input."""
+    """Log probabilities in the dtype of the input, in place of TRL's kernel, whose sums are float32."""
 
     @staticmethod
     def apply(
@@ -105,8 +105,8 @@ class ExactLogProbs:
         scale: float = 1.0,
         _outputs: object = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Log probabilities of `targets` [N], entropies, log(sum of squared probabilities), means of the logits, and
-        whether the target is the likeliest token."""
+        """Return log probabilities of `targets` [N], entropies, log(sum of squared probabilities), means of logits,
+        and whether the target is the likeliest token."""
         logits = nn.functional.linear(hidden, weight, bias) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
@@ -118,7 +118,7 @@ class ExactLogProbs:
 
 
 def is_small_float(value: object) -> bool:
-    """Whether it is a float dtype below float64; not for a tensor, which torch would try to compare with a dtype."""
+    """Return whether it is a float dtype below float64; False for a tensor, which torch would compare with a dtype."""
     return isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -127,9 +127,10 @@ def _is_float64(value: object) -> bool:
 
 
 def error_floor(truth: Iterable[Tensor]) -> Tensor:
-    """1e-3 * the root mean square of all numbers: what an error is measured against at least (docs/numerics.md).
+    """Return 1e-3 * the root mean square of all numbers: the least that an error is measured against.
 
-    Some gradients are zero by mathematics (a key bias), so each is measured against a floor that all of them set.
+    Some gradients are zero by mathematics (a key bias), so each is measured against a floor that all of them set
+    (docs/numerics.md).
     """
     values = list(truth)
     total = torch.sqrt(sum(((value.double() ** 2).sum() for value in values), torch.zeros((), dtype=torch.float64)))
@@ -138,5 +139,5 @@ def error_floor(truth: Iterable[Tensor]) -> Tensor:
 
 
 def not_nan(error: Tensor) -> float:
-    """An error; infinite in place of NaN, which `max` would pass over."""
+    """Return an error; infinite in place of NaN, which `max` would pass over."""
     return float("inf") if math.isnan(error) else float(error)

@@ -1,4 +1,4 @@
-"""What the processes are told: the model, the rows, the settings of training. Travels as JSON."""
+"""The job of the processes: the model, the rows, the settings of training. Travels as JSON."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Job:
     Args:
         folder: of the certificate; everything is written there.
         ranks, positions: processes, and how many of them see different samples.
-        fsdp, loading, own: see LaunchPlan.
+        fsdp, loading: see LaunchPlan.
         zero: whether DeepSpeed runs it.
         norms, saves: whether many processes say the norm of gradients, and whether `save_model` writes weights there.
         steps: optimizer steps.
@@ -76,7 +76,6 @@ class Job:
     steps: int
     vocabulary: int
     fsdp: bool = False
-    own: bool = False
     zero: bool = False
     norms: bool = True
     saves: bool = True
@@ -96,7 +95,7 @@ class Job:
 
     @property
     def divides(self) -> bool:
-        """Whether Accelerate divides the model, which it does not do on CPUs of itself."""
+        """True if Accelerate divides the model, which it does not do on CPUs of itself."""
         return self.fsdp or bool(self.loading)
 
     @property
@@ -113,7 +112,7 @@ class Job:
 
     @property
     def saved_at(self) -> int:
-        """After which step a Trainer saves what the resumed one goes on from; 0: there is none.
+        """The step after which a Trainer saves what the resumed one goes on from; 0: there is none.
 
         Two steps are left where there are as many, as samples of the last one may count twice, which hides the rest.
         """
@@ -121,7 +120,7 @@ class Job:
 
     @property
     def loaders(self) -> dict[str, Any]:
-        """How Accelerate makes loaders of a Trainer, and so of the loop: split_batches and so on."""
+        """Options of Accelerate's loaders, in a Trainer and so in the loop: split_batches and so on."""
         from transformers.trainer_pt_utils import AcceleratorConfig
 
         given = self.trainer.get("accelerator_config") or {}
@@ -130,11 +129,11 @@ class Job:
 
     @property
     def uneven(self) -> bool:
-        """Whether the epoch may have an uneven end: without even_batches some ranks would have a batch more."""
+        """True if the epoch may have an uneven end: without even_batches some ranks would have a batch more."""
         return bool(self.loaders["even_batches"])
 
     def batch_of(self, parallel: bool) -> int:
-        """Rows that a loader gives at a time: one process has those of all positions, and so has a split batch."""
+        """Return the rows of a loader's batch: one process has those of all positions, and so has a split batch."""
         return self.batch * (1 if parallel and not self.loaders["split_batches"] else self.positions)
 
     @property
@@ -145,12 +144,12 @@ class Job:
         return make_rows((self.steps * self.accumulation - 1) * whole + last, self.vocabulary, self.seed + 2)
 
     @property
-    def asked(self) -> list[Row]:
+    def evaluation_rows(self) -> list[Row]:
         """The rows of the evaluation, with an uneven end, too."""
         return make_rows(2 * self.batch * self.positions + self.uneven, self.vocabulary, self.seed + 3)
 
     def rate(self, optimizer: str) -> float:
-        """The learning rate: the user's, else one with which a step is well above the rounding of the parameters."""
+        """Return the user's learning rate, else one with which a step is well above the rounding of the parameters."""
         return float(self.trainer.get("learning_rate", RATES.get(optimizer, RATE)))
 
     def save(self) -> Path:
@@ -176,7 +175,7 @@ def make_job(
     seed: int = 0,
     dtype: str = FLOAT64,
 ) -> Job:
-    """The job of a launch file and of a user's TrainingArguments.
+    """Make the job of a launch file and of a user's TrainingArguments.
 
     Raises:
         ValueError: an argument is unknown, out of range, or belongs into the launch file.
@@ -206,14 +205,10 @@ def make_job(
         notes.append("no loop is run: Accelerate takes no model that distributed_config has divided.")
     return Job(
         folder=str(folder),
-        ranks=plan.ranks,
-        positions=plan.positions,
-        fsdp=plan.fsdp,
-        own=plan.own,
+        **_read_plan(plan),
         zero=zero is not None,
         norms=zero is None or zero.stage > 0,
         saves=zero is None or zero.saves,
-        loading=plan.loading,
         steps=steps,
         vocabulary=vocabulary,
         batch=batch,
@@ -228,8 +223,12 @@ def make_job(
     )
 
 
+def _read_plan(plan: LaunchPlan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in ("ranks", "positions", "fsdp", "loading")}
+
+
 def make_script_job(folder: Path, plan: LaunchPlan, *, steps: int, script: Sequence[str], seed: int = 0) -> Job:
-    """The job of a launch file and of a user's script with its arguments.
+    """Make the job of a launch file and of a user's script with its arguments.
 
     Raises:
         ValueError: there is no such script.
@@ -239,11 +238,7 @@ def make_script_job(folder: Path, plan: LaunchPlan, *, steps: int, script: Seque
         raise ValueError(f"--script: {path} is no file: give a script, with its arguments in the same quotes.")
     return Job(
         folder=str(folder),
-        ranks=plan.ranks,
-        positions=plan.positions,
-        fsdp=plan.fsdp,
-        own=plan.own,
-        loading=plan.loading,
+        **_read_plan(plan),
         steps=steps,
         vocabulary=0,
         seed=seed,
@@ -255,7 +250,7 @@ def make_script_job(folder: Path, plan: LaunchPlan, *, steps: int, script: Seque
 
 
 def read_arguments(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file of TrainingArguments.
+    """Read a YAML or JSON file of TrainingArguments.
 
     Raises:
         ValueError: it cannot be read, or holds no arguments.
@@ -272,7 +267,7 @@ def read_arguments(path: Path) -> dict[str, Any]:
 
 
 def _arguments(given: Mapping[str, Any], notes: list[str], dtype: str = FLOAT64) -> dict[str, Any]:
-    """What is left of a user's TrainingArguments."""
+    """Return what is left of a user's TrainingArguments."""
     from transformers import TrainingArguments
 
     known = {item.name for item in fields(TrainingArguments)}

@@ -1,4 +1,4 @@
-"""What a launch file says to the certificate: how many ranks, which of them share samples, and the file to launch.
+"""The plan of a launch file: the number of ranks, which of them share samples, and the file to launch.
 
 The run is one of CPUs, on this machine, in the certificate's dtype: devices, machines and mixed precision of the file
 are omitted, and the notes say so. How the model and the batch are divided stays as it is.
@@ -21,29 +21,17 @@ from hf_axonn.topology.grid import Grid
 MOST_RANKS = 8  # on few cores; on more, as many
 MOST_ACCUMULATION = 4
 ELSEWHERE = (
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "gpu_ids",
-    "rdzv_backend",
-    "same_network",
-    "enable_cpu_affinity",
-    "downcast_bf16",
-    "fp16",
-    "debug",
-)
-NOT_YET = {
-    "MEGATRON_LM": "Megatron-LM",
-    "XLA": "TPUs",
-    "TPU": "TPUs",
-}
+    "machine_rank main_process_ip main_process_port gpu_ids rdzv_backend same_network enable_cpu_affinity "
+    "downcast_bf16 fp16 debug dynamo_config"
+).split()
+NOT_YET = {"MEGATRON_LM": "Megatron-LM", "XLA": "TPUs", "TPU": "TPUs"}
 PREFIX = "parallelism_config_"
 SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What is launched.
+    """The launch of many processes.
 
     Args:
         title: the way of running in parallel, in words.
@@ -73,7 +61,7 @@ class LaunchPlan:
 
 
 def read_launch_plan(path: Path, dtype: str = "float64") -> LaunchPlan:
-    """What a launch file of Accelerate comes down to, with mixed precision as the dtype says.
+    """Read the plan of a launch file of Accelerate, with the mixed precision of the dtype.
 
     Raises:
         ValueError: it cannot be read, cannot be certified, or asks for more ranks than may be started.
@@ -95,16 +83,16 @@ def read_launch_plan(path: Path, dtype: str = "float64") -> LaunchPlan:
     dynamo = settings.get("dynamo_config") or {}
     if dynamo and "no" not in {str(value).lower() for value in dynamo.values()}:
         notes.append("dynamo_config is omitted: nothing is compiled.")
-    kept = {key: value for key, value in settings.items() if key not in (*ELSEWHERE, "dynamo_config")}
+    kept = {key: value for key, value in settings.items() if key not in ELSEWHERE}
     kept |= {"num_machines": 1, "mixed_precision": mixed, "use_cpu": False}
     try:
-        return _own(kept, notes) if SECTION in settings else _stock(kept, notes, dtype)
+        return _plan_grid(kept, notes) if SECTION in settings else _plan_stock(kept, notes, dtype)
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from None
 
 
 def most_ranks() -> int:
-    """How many processes of small models may be started here."""
+    """Return the largest number of processes of small models that may be started here."""
     return max(MOST_RANKS, core_count())
 
 
@@ -114,7 +102,7 @@ def _check_ranks(ranks: int, smaller: Callable[[int], str]) -> None:
         raise ValueError(f"it starts {ranks} processes, and on this machine {most} may be started: {smaller(most)}.")
 
 
-def _own(settings: dict[str, Any], notes: list[str]) -> LaunchPlan:
+def _plan_grid(settings: dict[str, Any], notes: list[str]) -> LaunchPlan:
     launch = resolve(
         {**settings, "use_cpu": True, "distributed_type": "MULTI_GPU", SECTION: _exact(settings, notes)}, {}
     )
@@ -138,7 +126,7 @@ def _own(settings: dict[str, Any], notes: list[str]) -> LaunchPlan:
 
 
 def _exact(settings: dict[str, Any], notes: list[str]) -> Any:
-    """The section without what needs a smaller dtype."""
+    """Return the section without what needs a smaller dtype."""
     section = settings[SECTION]
     if isinstance(section, Mapping) and section.get("residual_dtype", "model") != "model":
         notes.append(f"residual_dtype ({section['residual_dtype']}) is off: the model stays as it is.")
@@ -147,7 +135,7 @@ def _exact(settings: dict[str, Any], notes: list[str]) -> Any:
 
 
 def smaller_grid(grid: Grid, most: int) -> Grid:
-    """The largest grid of up to `most` ranks whose axes divide those of a grid, with as many axes in use as can be."""
+    """Return the largest grid of up to `most` ranks whose axes divide those of a grid, with most axes in use."""
     choices = [[size for size in range(1, whole + 1) if whole % size == 0] for whole in _axes(grid).values()]
     found: list[dict[str, int]] = [{}]
     for axis, sizes in zip(_axes(grid), choices, strict=True):
@@ -160,8 +148,8 @@ def _axes(grid: Grid) -> dict[str, int]:
     return {"pipe": 1, **grid.as_dict()}
 
 
-def _stock(settings: dict[str, Any], notes: list[str], dtype: str) -> LaunchPlan:
-    """DDP, FSDP2, HSDP, tensor parallelism, DeepSpeed: what Accelerate does by itself."""
+def _plan_stock(settings: dict[str, Any], notes: list[str], dtype: str) -> LaunchPlan:
+    """Plan what Accelerate does by itself: DDP, FSDP2, HSDP, tensor parallelism, DeepSpeed."""
     _check_keys(settings)
     kind = str(settings.get("distributed_type", "NO")).upper()
     if kind in NOT_YET:
@@ -179,7 +167,7 @@ def _stock(settings: dict[str, Any], notes: list[str], dtype: str) -> LaunchPlan
     tensor, replicas = sizes["tp_size"], sizes["dp_replicate_size"]
     _check_ranks(ranks, lambda most: f"certify it with num_processes: {_largest_divisor(ranks, most)}")
     if kind == "DEEPSPEED":
-        return _deepspeed(settings, notes, dtype, ranks)
+        return _plan_deepspeed(settings, notes, dtype, ranks)
     positions = ranks // tensor
     if sizes["dp_shard_size"] * replicas * tensor not in (1, ranks):
         raise ValueError(
@@ -203,12 +191,12 @@ def _stock(settings: dict[str, Any], notes: list[str], dtype: str) -> LaunchPlan
     )
 
 
-def _deepspeed(settings: dict[str, Any], notes: list[str], dtype: str, ranks: int) -> LaunchPlan:
-    """ZeRO, or data parallelism of DeepSpeed without it."""
+def _plan_deepspeed(settings: dict[str, Any], notes: list[str], dtype: str, ranks: int) -> LaunchPlan:
+    """Plan ZeRO, or data parallelism of DeepSpeed without it."""
     if any(size > 1 for size in _parallelism(settings.get("parallelism_config") or {}).values()):
         raise ValueError("parallelism_config beside DeepSpeed cannot be certified yet: omit it.")
     zero = read_zero(settings.get("deepspeed_config") or {}, dtype, notes, MOST_ACCUMULATION)
-    away = ("parallelism_config", *(["mixed_precision"] if zero.of_file else []))  # Accelerate takes one of them
+    away = ("parallelism_config", *(["mixed_precision"] if zero.in_file else []))  # Accelerate takes one of them
     kept = {key: value for key, value in settings.items() if key not in away}
     title = f"DeepSpeed ZeRO-{zero.stage}" if zero.stage else "DeepSpeed without ZeRO"
     return LaunchPlan(
@@ -255,8 +243,8 @@ def _largest_divisor(number: int, most: int) -> int:
     return max(size for size in range(1, most + 1) if number % size == 0)
 
 
-def divided(plan: LaunchPlan, given: Mapping[str, Any]) -> LaunchPlan:
-    """A plan whose model Transformers' DistributedConfig divides, for a Trainer, as the user's arguments have it.
+def divide_plan(plan: LaunchPlan, given: Mapping[str, Any]) -> LaunchPlan:
+    """Return a plan whose model Transformers' DistributedConfig divides, for a Trainer, by the user's arguments.
 
     Raises:
         ValueError: it is none, has not as many ranks, or the launch file divides the model too.

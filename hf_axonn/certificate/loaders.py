@@ -20,7 +20,9 @@ from accelerate.data_loader import DataLoaderAdapter, DataLoaderDispatcher, Data
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from hf_axonn.certificate.patching import Patches, Stock, patch
 from hf_axonn.certificate.rows import IGNORED
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.compat.torch import MapFetcher
 
 
@@ -28,8 +30,8 @@ COLLATORS = "DataCollator"  # with which the names of Transformers' classes begi
 NOT_PREPARED = 0  # in place of a prepared loader's id
 
 
-class Loading:
-    """What loaders of a script share.
+class LoaderPatches(Patches):
+    """Loaders give the rows of all positions, and their batches are noted.
 
     Args:
         positions: by which a batch of one process is larger than the script's; 1 under the launch file.
@@ -42,87 +44,80 @@ class Loading:
     def __init__(self, positions: int, seed: int, change: Callable[[Any], Any]) -> None:
         self.positions, self.seed, self.change = positions, seed, change
         self.seen: dict[int, list[dict[str, Any]]] = {}
+        self.adapting = False  # inside, Accelerate makes a loader of one that is there
 
-    def replacements(self) -> dict[tuple[Any, str], Any]:
-        """Methods of loaders, for the time of the script."""
-        make, length, adapt, begin = (
-            DataLoader.__init__,
-            DataLoader.__len__,
-            DataLoaderAdapter.__init__,
-            DataLoader.__iter__,
-        )
-        prepare, fetch = Accelerator.prepare_data_loader, MapFetcher.fetch
-        named = names_of(make, "dataset")
-        adapting: list[bool] = []  # while Accelerate makes a loader of one that is there
+    @patch(DataLoaderAdapter, name="__init__")
+    def adapt(self, stock: Stock, loader: Any, *args: Any, **options: Any) -> None:
+        """Let loaders that are made inside be known as Accelerate's."""
+        with replace_attributes({(self, "adapting"): True}):
+            stock(loader, *args, **options)
 
-        def adapted(loader: Any, *words: Any, **options: Any) -> None:
-            adapting.append(True)
-            try:
-                adapt(loader, *words, **options)
-            finally:
-                adapting.pop()
+    @patch(DataLoader, name="__init__")
+    def init(self, stock: Stock, loader: Any, dataset: Any, *args: Any, **options: Any) -> None:
+        """Make a loader in this process, with an order of its own and batches for all positions."""
+        options |= name_arguments(stock, (dataset, *args))
+        options |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
+        options.pop("multiprocessing_context", None)
+        if self.adapting:
+            loader.__dict__["of_accelerate"] = True
+        else:
+            self._order(dataset, options)
+            self._enlarge(loader, options)
+        stock(loader, **options)
+        if not isinstance(loader.collate_fn, PositionCollator):
+            loader.collate_fn = PositionCollator(loader, loader.collate_fn, self)
 
-        def init(loader: Any, dataset: Any, *words: Any, **options: Any) -> None:
-            options |= named(words)
-            options |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
-            options.pop("multiprocessing_context", None)
-            if adapting:
-                loader.__dict__["of_accelerate"] = True
-            else:
-                self._order(dataset, options)
-                self._enlarge(loader, options)
-            make(loader, dataset, **options)
-            if not isinstance(loader.collate_fn, _Collated):
-                loader.collate_fn = _Collated(loader, loader.collate_fn, self)
+    @patch(DataLoader, name="__len__")
+    def count_batches(self, stock: Stock, loader: Any) -> int:
+        """Return the number of batches that one position has."""
+        times = loader.__dict__.get("batches_of_positions")
+        if times is None or isinstance(loader.dataset, IterableDataset):
+            return int(stock(loader))
+        batches = loader.batch_sampler
+        rows, size = len(getattr(batches, "sampler", loader.sampler)), int(batches.batch_size) // times
+        return int(rows // size if batches.drop_last else -(-rows // size))
 
-        def __len__(loader: Any) -> int:
-            times = loader.__dict__.get("batches_of_positions")
-            if times is None or isinstance(loader.dataset, IterableDataset):
-                return int(length(loader))
-            batches = loader.batch_sampler
-            rows, each = len(getattr(batches, "sampler", loader.sampler)), int(batches.batch_size) // times
-            return int(rows // each if batches.drop_last else -(-rows // each))
+    @patch(DataLoader, name="__iter__")
+    def iterate(self, stock: Stock, loader: Any) -> Any:
+        """Note each batch of a loader that is not prepared."""
+        iterator = stock(loader)
+        return iterator if "of_accelerate" in loader.__dict__ else self._note_all(NOT_PREPARED, iterator)
 
-        def prepared(accelerator: Any, loader: Any, *words: Any, **options: Any) -> Any:
-            if accelerator.split_batches and loader.__dict__.pop("batches_of_positions", None):
-                # The script's batch is that of all positions
-                for holder in {id(owner): owner for owner in (loader, loader.batch_sampler) if owner}.values():
-                    if holder.__dict__.get("batch_size"):
-                        holder.__dict__["batch_size"] //= self.positions
-            return prepare(accelerator, loader, *words, **options)
+    @patch(DataLoaderShard, DataLoaderDispatcher, name="__iter__")
+    def iterate_prepared(self, stock: Stock, loader: Any) -> Iterator[Any]:
+        """Note each batch."""
+        return self._note_all(id(loader), stock(loader))
 
-        def noting(stock: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-            def iterate(loader: Any) -> Iterator[Any]:
-                for batch in stock(loader):
-                    self._note(id(loader), batch)
-                    yield batch
+    @patch(Accelerator)
+    def prepare_data_loader(self, stock: Stock, accelerator: Any, loader: Any, *args: Any, **options: Any) -> Any:
+        """Prepare a loader; where batches are split, the script's batch is that of all positions already."""
+        if accelerator.split_batches and loader.__dict__.pop("batches_of_positions", None):
+            for holder in {id(owner): owner for owner in (loader, loader.batch_sampler) if owner}.values():
+                if holder.__dict__.get("batch_size"):
+                    holder.__dict__["batch_size"] //= self.positions
+        return stock(accelerator, loader, *args, **options)
 
-            return iterate
-
-        def iterate_bare(loader: Any) -> Any:
-            iterator = begin(loader)
-            return iterator if "of_accelerate" in loader.__dict__ else self._noted(iterator)
-
-        def fetched(fetcher: Any, indices: Any) -> Any:
-            return _fetched(fetcher, indices, fetch)
-
-        return {
-            (DataLoaderAdapter, "__init__"): adapted,
-            (DataLoader, "__init__"): init,
-            (DataLoader, "__len__"): __len__,
-            (DataLoader, "__iter__"): iterate_bare,
-            (Accelerator, "prepare_data_loader"): prepared,
-            (MapFetcher, "fetch"): fetched,
-            **{(kind, "__iter__"): noting(kind.__iter__) for kind in (DataLoaderShard, DataLoaderDispatcher)},
-        }
+    @patch(MapFetcher)
+    def fetch(self, stock: Stock, fetcher: Any, indices: Any) -> Any:
+        """Fetch the batch of some indices; where items draw, each item's draws are those of its index."""
+        draws = Draws(fetcher.dataset)
+        batch = stock(fetcher, indices)
+        if draws.are_as_before() or not fetcher.auto_collation:
+            return batch
+        items = []
+        for index in indices:
+            draws.seed(index)
+            items.append(fetcher.dataset[index])
+        draws.restore()
+        return fetcher.collate_fn(items)
 
     def _order(self, dataset: Any, options: dict[str, Any]) -> None:
         """Accelerate draws an order of its own on many processes, and torch another one on one."""
         if options.get("shuffle") and options.get("generator") is None:
             options.pop("shuffle")
             options["sampler"] = RandomSampler(dataset)
-        drawn_alike(options.get("sampler"), self.seed)
-        drawn_alike(getattr(options.get("batch_sampler"), "sampler", None), self.seed)
+        draw_alike(options.get("sampler"), self.seed)
+        draw_alike(getattr(options.get("batch_sampler"), "sampler", None), self.seed)
 
     def _enlarge(self, loader: Any, options: dict[str, Any]) -> None:
         """Let a batch of one process be as many rows as all positions have."""
@@ -140,68 +135,47 @@ class Loading:
             return
         loader.__dict__["batches_of_positions"] = self.positions
 
-    def _note(self, loader: int, batch: Any) -> None:
-        self.seen.setdefault(loader, []).append(dict(batch) if isinstance(batch, Mapping) else {})
-
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _note_all(self, loader: int, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            self._note(NOT_PREPARED, batch)
+            self.seen.setdefault(loader, []).append(dict(batch) if isinstance(batch, Mapping) else {})
             yield batch
 
 
-def names_of(function: Callable[..., Any], *first: str) -> Callable[[Sequence[Any]], dict[str, Any]]:
-    """What gives the positional arguments of a method, after those of `first`, their names."""
-    names = [name for name in inspect.signature(function).parameters if name not in ("self", *first)]
-    return lambda words: dict(zip(names, words, strict=False))
+def name_arguments(method: Callable[..., Any], values: Sequence[Any]) -> dict[str, Any]:
+    """Return the positional arguments of a method, without the object, by their names."""
+    return dict(zip([*inspect.signature(method).parameters][1:], values, strict=False))
 
 
-def drawn_alike(sampler: Any, seed: int) -> Any:
-    """A sampler with a generator of its own, where it had none: all processes draw the same order."""
+def draw_alike(sampler: Any, seed: int) -> Any:
+    """Give a sampler a generator of its own, where it has none, so that all processes draw the same order."""
     if getattr(sampler, "generator", 0) is None:
         sampler.generator = torch.Generator().manual_seed(seed)
     return sampler
 
 
-class _Collated:
+class PositionCollator:
     """A collator whose draws are those of the rows of one position."""
 
-    def __init__(self, loader: DataLoader[Any], stock: Callable[[Any], Any], loading: Loading) -> None:
+    def __init__(self, loader: DataLoader[Any], stock: Callable[[Any], Any], loading: LoaderPatches) -> None:
         self.loader, self.stock, self.loading = loader, stock, loading
 
     def __call__(self, rows: Any) -> Any:
-        draws = _Draws(self.stock)
+        draws = Draws(self.stock)
         batch = self.stock(rows)
         if draws.are_as_before() or not isinstance(rows, Sequence):
             return self.loading.change(batch)
-        size = _batch_size(self.loader) // self.loading.positions or len(rows)
+        whole = getattr(self.loader.batch_sampler, "batch_size", 0) or self.loader.batch_size or 0
+        size = int(whole) // self.loading.positions or len(rows)
         parts = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
         batches = []
         for part in parts:
             draws.seed(part)
             batches.append(self.stock(part))
         draws.restore()
-        return self.loading.change(_joined(batches, [len(part) for part in parts]))
+        return self.loading.change(join_batches(batches, [len(part) for part in parts]))
 
 
-def _batch_size(loader: Any) -> int:
-    return int(getattr(loader.batch_sampler, "batch_size", 0) or loader.batch_size or 0)
-
-
-def _fetched(fetcher: Any, indices: Any, fetch: Callable[..., Any]) -> Any:
-    """The batch of some indices; where items draw, each item's draws are those of its index."""
-    draws = _Draws(fetcher.dataset)
-    batch = fetch(fetcher, indices)
-    if draws.are_as_before() or not fetcher.auto_collation:
-        return batch
-    items = []
-    for index in indices:
-        draws.seed(index)
-        items.append(fetcher.dataset[index])
-    draws.restore()
-    return fetcher.collate_fn(items)
-
-
-class _Draws:
+class Draws:
     """The generators of random numbers of this process, and those that an object has."""
 
     def __init__(self, owner: Any) -> None:
@@ -222,7 +196,7 @@ class _Draws:
         return found
 
     def are_as_before(self) -> bool:
-        """Whether nothing was drawn since."""
+        """Return whether nothing was drawn since."""
         return _digest(self._states()) == _digest(self.before)
 
     def seed(self, of: Any) -> None:
@@ -265,8 +239,8 @@ def _digest(value: Any) -> bytes:
     return found.digest()
 
 
-def _joined(batches: Sequence[Any], rows: Sequence[int]) -> Any:
-    """One batch of the batches of positions, padded to the longest of them.
+def join_batches(batches: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Join the batches of positions, padded to the longest of them.
 
     Raises:
         ValueError: they have not one entry for each row.
@@ -280,7 +254,7 @@ def _joined(batches: Sequence[Any], rows: Sequence[int]) -> Any:
             break
         if [len(value) for value in values] != [*rows]:
             break
-        found[name] = torch.cat(_padded(values, IGNORED if name == "labels" else 0))
+        found[name] = torch.cat(_pad(values, IGNORED if name == "labels" else 0))
     else:
         if found:
             return type(batches[0])(found)
@@ -290,10 +264,10 @@ def _joined(batches: Sequence[Any], rows: Sequence[int]) -> Any:
     )
 
 
-def _padded(values: Sequence[Tensor], value: int) -> list[Tensor]:
-    longest = [max(sizes) for sizes in zip(*(each.shape[1:] for each in values), strict=True)]
-    found = []
-    for each in values:
-        missing = [size - had for size, had in zip(longest, each.shape[1:], strict=True)]
-        found.append(nn.functional.pad(each, [n for size in reversed(missing) for n in (0, size)], value=value))
-    return found
+def _pad(values: Sequence[Tensor], value: int) -> list[Tensor]:
+    longest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in values), strict=True)]
+    padded = []
+    for tensor in values:
+        missing = [size - own for size, own in zip(longest, tensor.shape[1:], strict=True)]
+        padded.append(nn.functional.pad(tensor, [n for size in reversed(missing) for n in (0, size)], value=value))
+    return padded

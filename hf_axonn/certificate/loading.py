@@ -17,8 +17,8 @@ ADAPTERS = "lora_"
 STD = 0.1  # of the adapters' weights: B is zero otherwise, and the gradient of A with it
 
 
-def distributed(job: Job) -> dict[str, Any]:
-    """What `from_pretrained` is told on many processes."""
+def dividing_options(job: Job) -> dict[str, Any]:
+    """Return the options of `from_pretrained` on many processes."""
     if not job.loading:
         return {}
     from transformers.distributed.configuration_utils import DistributedConfig
@@ -27,22 +27,22 @@ def distributed(job: Job) -> dict[str, Any]:
 
 
 def load_model(job: Job, *, parallel: bool, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The model, on all processes as a script loads it.
+    """Load the model, on all processes as a script does.
 
     Args:
         job: what is run.
         parallel: whether Transformers divides it, where the job says so.
         dtype: of its parameters.
     """
-    options = EXACT | {"dtype": dtype} | (distributed(job) if parallel else {})
+    options = EXACT | {"dtype": dtype} | (dividing_options(job) if parallel else {})
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(job.model, **options)
     if job.packing:
         model.config.use_cache = False  # with a cache, Transformers does not look for the rows in a packed one
-    return adapted(model, job) if job.peft else model
+    return add_adapters(model, job) if job.peft else model
 
 
 def script_model(folder: str) -> nn.Module:
-    """The small model of a script once more, by the name of its folder: class and number.
+    """Load the small model of a script once more, by the name of its folder: class and number.
 
     Raises:
         KeyError: its class is none of Transformers.
@@ -57,8 +57,8 @@ def script_model(folder: str) -> nn.Module:
     return model
 
 
-def adapted(model: PreTrainedModel, job: Job) -> nn.Module:
-    """LoRA as the user's fields say, without dropout, and with weights from the seed in both of its matrices."""
+def add_adapters(model: PreTrainedModel, job: Job) -> nn.Module:
+    """Add LoRA with the user's fields, without dropout, and with weights from the seed in both of its matrices."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(task_type="CAUSAL_LM", **{**job.peft, "lora_dropout": 0.0})
@@ -72,7 +72,7 @@ def adapted(model: PreTrainedModel, job: Job) -> nn.Module:
 
 
 def load_saved(job: Job, folder: Path) -> nn.Module:
-    """What `save_model` wrote: a model, or adapters beside the model that they were made for."""
+    """Load what `save_model` wrote: a model, or adapters beside the model that they were made for."""
     if not job.peft:
         saved: nn.Module = AutoModelForCausalLM.from_pretrained(folder, **EXACT)
         return saved

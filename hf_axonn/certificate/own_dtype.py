@@ -2,339 +2,325 @@
 
 From the run's own parameters, so that a step is not blamed for the rounding of those before. The truth of a step is
 that of the rows that the ranks saw (steps.py); how far rounding may take a run from it is known from replicas
-(rounding.py).
+(rounding.py). Before anything is said of the ranks, the run of one process, which is in float64, has to have made the
+same steps.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from itertools import chain
 
 import torch
-from torch import Tensor, nn
 
 from hf_axonn.certificate.compare import (
     KINDS,
     CaseResult,
     Error,
     Runs,
-    _relative,
     compare,
+    find_absent,
+    find_sample_problem,
+    is_filled_up,
     norm_at,
-    on_no_rank,
-    piece_errors,
-    read_runs,
-    repeated_at_the_end,
-    sample_problem,
-    settle,
+    relative_error,
+    shard_errors,
 )
-from hf_axonn.certificate.explain import (
-    BATCH_MEANS,
-    OWN,
-    RANK_MEANS,
-    REPEATED,
-    TOKENS,
-    _evaluations,
-    _named,
-    _of_norm,
-    _replay,
-    close,
-)
+from hf_axonn.certificate.explain import OPTIMIZER, REPEATED, SAMPLES, Cause, Explainer
 from hf_axonn.certificate.float64 import Float64, error_floor
+from hf_axonn.certificate.hypotheses import (
+    BATCH_MEANS,
+    FITS,
+    TOKENS,
+    Positions,
+    average,
+    find_fit,
+    length_of_difference,
+    list_wrong,
+)
 from hf_axonn.certificate.job import Job
 from hf_axonn.certificate.launch_plan import LaunchPlan
-from hf_axonn.certificate.mixture import FITS
-from hf_axonn.certificate.pieces import Piece, assembled
+from hf_axonn.certificate.loading import load_model
 from hf_axonn.certificate.recording import Record
-from hf_axonn.certificate.rounding import ALARMS, RUNS, OtherSums, Step, length_bound, length_error, number_bound
-from hf_axonn.certificate.rows import collate, pack, seen_in, spans, tokens_of
-from hf_axonn.certificate.steps import Reference, Seen, Steps, check_on_one_process, key_of, precision_of, put
+from hf_axonn.certificate.rounding import (
+    ALARMS,
+    RUNS,
+    OtherSums,
+    Precision,
+    Step,
+    length_bound,
+    length_error,
+    number_bound,
+    replicate,
+)
+from hf_axonn.certificate.shards import Shard, assemble
+from hf_axonn.certificate.steps import Steps, average_step, put, weigh_inputs
 
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KEPT = ("samples", "start", "copy", "saved")  # exact in any dtype
 RATE = "logged learning_rate"  # too
 NEAR = 3.0  # how many times the rounding of all gradients a cause may leave
 DRIFT = 1e-3  # relative; of a step beside the run's own gradients, from the rounding of parameters
-Cause = tuple[str, bool, tuple[str, Error]]  # what it is, whether it is documented, and where
+Key = tuple[str, tuple[int, ...], tuple[int, ...]]
+Found = tuple[str, Error]  # the kind of an error, and the error
+Known = tuple[Cause, Found]  # a cause, and the first error that it has
 
 
-def compare_in_own_dtype(job: Job, plan: LaunchPlan, path: str, optimizer: str) -> CaseResult:
+def compare_in_own_dtype(job: Job, plan: LaunchPlan, runs: Runs, path: str, optimizer: str) -> CaseResult:
     """Compare one case, and find the cause of what differs.
 
     Raises:
         ValueError: the steps of one process are not known here (`check_on_one_process`).
     """
-    runs = read_runs(job, path, optimizer)
-    steps = Steps(job, runs, path, precision_of(job, plan))
-    check_on_one_process(steps)
-    result = compare(job, path, optimizer)
-    found = [each for each in result.errors if each[0] in KEPT or each[1].name == RATE]
-    causes: list[Cause] = [("", False, each) for each in found if each[1].wrong and each[0] != "samples"]
-    tail = ALARMS / (len(job.cases) * _comparisons(job, runs))
+    result = compare(job, runs, path, optimizer)
+    comparison = _Comparison(job, plan, runs, result)
+    check_on_one_process(comparison.explainer.steps)
+    errors = [found for found in result.errors if found[0] in KEPT or found[1].name == RATE]
+    causes: list[Known] = [(Cause(), found) for found in errors if found[1].wrong and found[0] != "samples"]
     for step in range(1, job.steps + 1):
-        problem = sample_problem(runs, result.groups, job.positions, step)
-        seen = [runs.many[group[0]].samples[step - 1] for group in result.groups]
-        if not any(rows and min(rows) >= 0 for position in seen for rows in position):
-            causes.append(("", False, ("samples", Error(math.inf, step, "samples", 0, problem))))
-            continue
-        judged, reference = _judged(steps, seen, step, tail)
-        found += judged
-        wrong = [each for each in judged if each[1].wrong]
-        if problem:
-            where = ("samples", Error(math.inf, step, "samples", 0, problem))
-            filled = repeated_at_the_end(runs, result.groups, job.positions, step, job.steps)
-            right = "gradients are right for the samples that the ranks saw, but not for those of one process"
-            causes.append((REPEATED, True, where) if filled else ("" if wrong else right, False, where))
-        if wrong:
-            causes.append((_cause(steps, plan, result, step, judged, reference, seen), False, _first(wrong)))
-        elif steps.mean != TOKENS and job.positions * job.accumulation > 1:
-            size = _apart(steps, step, seen, reference)
-            if size > FITS:
-                where = ("gradient", Error(size, step, "all", 0))
-                causes.append((f"gradients are {steps.mean}, not {TOKENS}", True, where))
+        of_step, known = comparison.compare_step(step)
+        errors += of_step
+        causes += known
     if runs.one.evaluation:
-        evaluated, documented = _evaluated(steps, plan, result, tail)
-        found += evaluated
-        causes += documented
-    settle(result, found)
-    _conclude(result, sorted(causes, key=lambda each: (each[2][1].step, KINDS.index(each[2][0]))))
+        evaluated, known = comparison.compare_evaluation()
+        errors += evaluated
+        causes += known
+    result.set_errors(errors)
+    _conclude(result, sorted(causes, key=lambda known: (known[1][1].step, KINDS.index(known[1][0]))))
     return result
 
 
-def _conclude(result: CaseResult, causes: list[Cause]) -> None:
-    """What is said of a case: its mistakes, or where there are none what is documented; each error has a cause."""
-    mistakes = [each for each in causes if not each[1]]
-    said = mistakes or causes
-    if said:
-        result.first = said[0][2]
-        result.cause = "; ".join(dict.fromkeys(text for text, _, _ in said if text))
-        result.documented = not mistakes
-        if result.documented:
-            at = {(where[0], where[1].step) for _, _, where in causes if where[0] == "samples"}
-            for kind in {kind for kind, _ in at}:
-                left = [its for what, its in result.errors if what == kind and (kind, its.step) not in at]
-                result.worst[kind] = max(left, key=lambda error: error.size, default=Error(0.0, 0, kind, 0))
+def _conclude(result: CaseResult, causes: list[Known]) -> None:
+    """Set the cause of a case: its mistakes, or where there are none what is documented; each error has a cause."""
+    mistakes = [known for known in causes if not known[0].documented]
+    listed = mistakes or causes
+    if not listed:
+        return
+    result.first = listed[0][1]
+    result.cause = "; ".join(dict.fromkeys(cause.text for cause, _ in listed if cause.text))
+    result.documented = not mistakes
+    if result.documented and (steps := {error.step for _, (kind, error) in causes if kind == "samples"}):
+        left = [error for kind, error in result.errors if kind == "samples" and error.step not in steps]
+        result.worst["samples"] = max(left, key=lambda error: error.size, default=Error(0.0, 0, "samples", 0))
 
 
-def _first(wrong: Sequence[tuple[str, Error]]) -> tuple[str, Error]:
-    """Of what is wrong in a step, what the others follow from, and of that the farthest from its bound."""
+def _find_first(wrong: Sequence[Found]) -> Found:
+    """Find the kind that the others in a step follow from, and the error of it that is farthest from its bound."""
     kind = wrong[0][0]
-    return kind, max((its for what, its in wrong if what == kind), key=lambda error: error.size / error.bound)
+    return kind, max((error for other, error in wrong if other == kind), key=lambda error: error.size / error.bound)
 
 
-def _comparisons(job: Job, runs: Runs) -> int:
-    """How many numbers and tensors of a case are compared."""
-    tensors = sum(len(record.gradients(1)) + len(record.parameters(1)) for record in runs.many)
-    answers = sum(len(record.logits()) for record in runs.many)
-    return job.steps * (tensors + 3 * job.ranks) + answers + job.ranks
+class _Comparison:
+    """Compare the steps of a case with what replicas of them are off by.
+
+    Args:
+        job, plan, runs: the case.
+        result: of the comparison in float64, with the groups of ranks that share samples.
+    """
+
+    def __init__(self, job: Job, plan: LaunchPlan, runs: Runs, result: CaseResult) -> None:
+        self.job, self.runs, self.groups = job, runs, result.groups
+        self.explainer = Explainer(job, runs, result, plan.factors)
+        self.precision = find_precision(job, plan)
+        self.unit, self.number_unit = self.precision.unit, self.precision.number_unit
+        self.rounded = load_model(job, parallel=False, dtype=self.precision.weights)
+        tensors = sum(len(record.gradients(1)) + len(record.parameters(1)) for record in runs.many)
+        answers = sum(len(record.logits()) for record in runs.many)
+        comparisons = job.steps * (tensors + 3 * job.ranks) + answers + job.ranks
+        self.tail = ALARMS / (len(job.cases) * comparisons)
+
+    def compare_step(self, step: int) -> tuple[list[Found], list[Known]]:
+        """Return the errors of a step, and what is known of them."""
+        steps, runs, positions = self.explainer.steps, self.runs, self.job.positions
+        problem = find_sample_problem(runs, self.groups, positions, step)
+        where = ("samples", Error(math.inf, step, "samples", 0, problem))
+        seen = [steps.inputs(runs.many[group[0]], step) for group in self.groups]
+        if not any(seen):
+            return [], [(Cause(), where)]
+        batches = steps.compute(steps.before(step), seen)
+        errors, truth, whole = self._find_errors(batches, step)
+        wrong = [found for found in errors if found[1].wrong]
+        causes: list[Known] = []
+        if problem:
+            filled = is_filled_up(runs, self.groups, positions, step, self.job.steps)
+            other = "" if wrong else f"{SAMPLES} not for those of one process"
+            causes.append((Cause(REPEATED, True) if filled else Cause(other), where))
+        if wrong:
+            causes.append((Cause(self._explain(step, wrong, truth, whole, batches)), _find_first(wrong)))
+        elif steps.mean != TOKENS and positions * self.job.accumulation > 1:
+            off = truth.distance(average(batches, TOKENS))
+            if off > FITS:
+                cause = Cause(f"gradients are {steps.mean}, not {TOKENS}", True)
+                causes.append((cause, ("gradient", Error(off, step, "all", 0))))
+        return errors, causes
+
+    def _find_errors(self, batches: Positions, step: int) -> tuple[list[Found], Step, float]:
+        """Compare one step.
+
+        Returns:
+            The errors, the truth, and the largest error of all gradients of a replica in one.
+        Raises:
+            ValueError: a replica is not finite.
+        """
+        job, many, steps = self.job, self.runs.many, self.explainer.steps
+        truth, before = average_step(batches, steps.mean), steps.before(step)
+        true = {"gradient": truth.gradients, "parameter": steps.change(truth, before, step - 1)}
+        floors = {kind: float(error_floor(tensors.values())) for kind, tensors in true.items()}
+        shards = {"gradient": [record.gradients(step) for record in many]}
+        shards["parameter"] = [_find_changes(record, step) for record in many]
+        known = {
+            (kind, _key(shard)): shard
+            for kind, ranks in shards.items()
+            for shard in chain(*ranks)
+            if shard.name in true[kind] and tuple(true[kind][shard.name].shape) == shard.shape
+        }
+        sizes: dict[tuple[str, Key], list[float]] = defaultdict(list)  # of each replica
+        losses: list[float] = []
+        norms: list[float] = []
+        whole = 0.0
+        put(self.rounded.train(), before)
+        single = {name: weight.float() for name, weight in before.items()}
+        inputs, seed = weigh_inputs(batches, steps.mean), job.seed + 1000 * step
+        for replica in replicate(self.rounded, inputs, self.precision, parts=job.ranks, seed=seed, runs=RUNS):
+            if not math.isfinite(replica.loss + replica.norm):
+                raise ValueError(
+                    f"--dtype {job.dtype}: on one process loss and gradients of step {step} are not finite in it, so "
+                    "that there is nothing to compare with: certify in float64."
+                )
+            tensors = {"gradient": replica.gradients, "parameter": steps.change(replica, single, step - 1)}
+            for (kind, key), shard in known.items():
+                here, there = shard.within(tensors[kind][shard.name]), shard.within(true[kind][shard.name])
+                sizes[kind, key].append(length_error(here, there, floors[kind]))
+            losses.append(replica.loss / truth.loss - 1)
+            norms.append(replica.norm / truth.norm - 1)
+            whole = max(whole, truth.distance(replica.gradients))
+        loss_bound, norm_bound = (number_bound(errors, self.tail, self.number_unit) for errors in (losses, norms))
+        mean = sum(sum(record.losses[step - 1]) for record in many) / len(many)
+        found = [("loss", Error(relative_error(mean, truth.loss), step, "loss", 0, bound=loss_bound))]
+        for kind, ranks in shards.items():
+            if kind == "parameter" and job.norms and self.runs.one.norms[step - 1] is not None:
+                off = [relative_error(norm_at(record, step - 1), truth.norm) for record in many]
+                found += [("norm", Error(size, step, "norm", rank, bound=norm_bound)) for rank, size in enumerate(off)]
+            for rank, held in enumerate(ranks):
+                for shard in held:
+                    if (kind, _key(shard)) not in known:
+                        found += [(kind, error) for error in shard_errors([shard], true[kind], step, rank)]
+                        continue
+                    size = length_error(shard.values, shard.within(true[kind][shard.name]), floors[kind])
+                    bound = length_bound(sizes[kind, _key(shard)], self.tail, self.unit)
+                    found.append((kind, Error(size, step, shard.name, rank, bound=bound)))
+            found += [(kind, error) for error in find_absent(ranks, true[kind], step)]
+        for rank, record in enumerate(many):
+            if record.logged:
+                size = relative_error(record.logged[step - 1].get("loss", math.nan), truth.loss)
+                found.append(("logged", Error(size, step, "logged loss", rank, bound=loss_bound)))
+        return found, truth, whole
+
+    def _explain(self, step: int, wrong: list[Found], truth: Step, whole: float, batches: Positions) -> str:
+        """Explain the errors of a step that are above their bounds."""
+        kind, error = _find_first(wrong)
+        gradients = [error for other, error in wrong if other == "gradient"]
+        if not gradients:
+            if kind == "norm":
+                return self.explainer.explain_norm(error, error.bound)
+            if kind == "parameter":
+                return self.explainer.replay(step, DRIFT) or OPTIMIZER
+            return "the gradients are right"
+        ranks = [record.gradients(step) for record in self.runs.many]
+        mean, factors = self.explainer.steps.mean, self.explainer.factors
+        limit, distance = NEAR * max(whole, self.unit), length_of_difference
+        fit = find_fit(ranks, batches, self.groups, expected=mean, distance=distance, limit=limit)
+        if fit is not None and (text := fit.describe(mean, factors, limit)):
+            return text
+        places = [(error.rank, error.name, NEAR * error.bound) for error in gradients]
+        return list_wrong(places, ranks, truth.gradients, factors, distance)
+
+    def compare_evaluation(self) -> tuple[list[Found], list[Known]]:
+        """Return the errors of the evaluation of the run's own parameters, and what is known of them."""
+        job, many, steps = self.job, self.runs.many, self.explainer.steps
+        after = steps.before(job.steps + 1)
+        put(steps.model.eval(), after)
+        put(self.rounded.eval(), after)
+        loss, truth = steps.compute_logits(steps.model, Float64)
+        floor = float(error_floor(truth.values()))
+        losses: list[float] = []
+        sizes: dict[int, list[float]] = {}
+        for run in range(RUNS):
+            with OtherSums(torch.Generator().manual_seed(job.seed + run), job.ranks):
+                value, logits = steps.compute_logits(self.rounded, self.precision.autocast)
+            losses.append(value / loss - 1)
+            for row, values in logits.items():
+                sizes.setdefault(row, []).append(length_error(values, truth[row], floor))
+        bounds = {row: length_bound(errors, self.tail, self.unit) for row, errors in sizes.items()}
+        found = []
+        for rank, record in enumerate(many):
+            for row, values in record.logits().items():
+                if row not in truth or values.shape != truth[row].shape:
+                    error = Error(math.inf, job.steps, f"row {row}", rank, "other rows, or other shapes")
+                else:
+                    size = length_error(values, truth[row], floor)
+                    error = Error(size, job.steps, f"row {row}", rank, bound=bounds[row])
+                found.append(("logits", error))
+        causes: list[Known] = [(Cause(), logits) for logits in found if logits[1].wrong][:1]
+        bound = number_bound(losses, self.tail, self.number_unit)
+        off = {
+            kind: max(relative_error(record.evaluation["loss"], expected) for record in many)
+            for kind, expected in steps.known_evaluations(self.groups).items()
+        }
+        kind = min(off, key=lambda kind: off[kind])
+        kind = kind if off[kind] <= bound else "one"
+        error = Error(off["one"], job.steps, "evaluation loss", 0, bound=bound)
+        measured = Error(off["filled"], job.steps, "evaluation loss", 0, bound=bound) if kind == "filled" else error
+        found.append(("evaluation", measured))
+        if kind == "filled" or error.wrong:
+            causes.append((self.explainer.explain_evaluation(kind), ("evaluation", error)))
+        return found, causes
 
 
-def _judged(steps: Steps, seen: Seen, step: int, tail: float) -> tuple[list[tuple[str, Error]], Reference]:
-    """The errors of one step, and what they were compared with."""
-    runs, unit = steps.runs, steps.precision.unit
-    pieces = {"gradient": [record.gradients(step) for record in runs.many]}
-    pieces["parameter"] = [_changed(record, step) for record in runs.many]
-    before = assembled(record.parameters(step - 1) for record in runs.many)
-    parts = [(kind, piece) for kind, each in pieces.items() for held in each for piece in held]
-    reference = steps.reference(before, seen, steps.mean, step - 1, parts)
-    bounds = {part: length_bound(errors, tail, unit) for part, errors in reference.errors.items()}
-    numbers = {
-        kind: number_bound(errors, tail, steps.precision.number_unit) for kind, errors in reference.numbers.items()
-    }
-    truth = reference.truth
-    mean = sum(sum(record.losses[step - 1]) for record in runs.many) / len(runs.many)
-    found = [("loss", Error(_relative(mean, truth.loss), step, "loss", 0, bound=numbers["loss"]))]
-    for kind, each in pieces.items():
-        true = reference.of(kind)
-        if kind == "parameter":
-            found += _norms(steps, step, truth, numbers)
-        for rank, held in enumerate(each):
-            for piece in held:
-                if piece.name not in true or tuple(true[piece.name].shape) != piece.shape:
-                    found += [(kind, error) for error in piece_errors([piece], true, step, rank)]
-                    continue
-                size = length_error(piece.values, piece.within(true[piece.name]), reference.floors[kind])
-                found.append((kind, Error(size, step, piece.name, rank, bound=bounds[kind, key_of(piece)])))
-        found += [(kind, error) for error in on_no_rank(each, true, step)]
-    for rank, record in enumerate(runs.many):
-        if record.logged:
-            size = _relative(record.logged[step - 1].get("loss", math.nan), truth.loss)
-            found.append(("logged", Error(size, step, "logged loss", rank, bound=numbers["loss"])))
-    return found, reference
-
-
-def _norms(steps: Steps, step: int, truth: Step, bounds: dict[str, float]) -> list[tuple[str, Error]]:
-    if not steps.job.norms or steps.runs.one.norms[step - 1] is None:
-        return []
-    sizes = [_relative(norm_at(record, step - 1), truth.norm) for record in steps.runs.many]
-    return [("norm", Error(size, step, "norm", rank, bound=bounds["norm"])) for rank, size in enumerate(sizes)]
-
-
-def _changed(record: Record, step: int) -> list[Piece]:
-    """By how much a step has changed what a rank holds."""
-    before = {key_of(piece): piece.values for piece in record.parameters(step - 1)}
-    after = record.parameters(step)
+def _find_changes(record: Record, step: int) -> list[Shard]:
+    """Return by how much a step has changed the parameters of a rank."""
+    before = {_key(shard): shard.values.double() for shard in record.parameters(step - 1)}
     return [
-        Piece(its.name, its.shape, its.offsets, its.values.double() - before[key_of(its)].double()) for its in after
+        Shard(shard.name, shard.shape, shard.offsets, shard.values.double() - before[_key(shard)])
+        for shard in record.parameters(step)
     ]
 
 
-def _apart(steps: Steps, step: int, seen: Seen, reference: Reference) -> float:
-    """How far the mean that is asked for is from that over all tokens."""
-    before = assembled(record.parameters(step - 1) for record in steps.runs.many)
-    other = steps.true_step(before, steps.batches(seen, TOKENS)).gradients
-    off = {name: its - other[name] for name, its in reference.truth.gradients.items()}
-    return Step(0.0, off).norm / reference.truth.norm
+def _key(shard: Shard) -> Key:
+    """Return a key that is the same for two shards which are the same part."""
+    return shard.name, shard.offsets, tuple(shard.values.shape)
 
 
-def _fit(ranks: Sequence[Sequence[Piece]], truth: dict[str, Tensor]) -> tuple[float, float]:
-    """By which number the gradients of some ranks are a multiple of a truth, and how far they are from that one."""
-    above = below = square = 0.0
-    for pieces in ranks:
-        for piece in pieces:
-            if piece.name in truth:
-                part, values = piece.within(truth[piece.name]), piece.values.double()
-                above += float((values * part).sum())
-                below += float((part * part).sum())
-                square += float((values * values).sum())
-    if not below or not above:
-        return math.nan, math.inf
-    ratio = above / below
-    return ratio, math.sqrt(max(0.0, square - above * ratio)) / (abs(ratio) * math.sqrt(below))
+def find_precision(job: Job, plan: LaunchPlan) -> Precision:
+    """Return how the ranks of a job compute."""
+    dtype = DTYPES[job.dtype]
+    if job.fsdp:  # Accelerate lets FSDP2 cast parameters and reduce gradients in the dtype of mixed precision
+        return Precision(dtype, dtype, dtype)
+    if job.zero:
+        return Precision(dtype, dtype, dtype, casts=False)
+    section = plan.settings.get("axonn_config") or {}
+    sums = torch.bfloat16 if section.get("reduce_dtype") == "bfloat16" else torch.float32
+    return Precision(dtype, sums=sums)
 
 
-def _cause(
-    steps: Steps,
-    plan: LaunchPlan,
-    result: CaseResult,
-    step: int,
-    judged: list[tuple[str, Error]],
-    reference: Reference,
-    seen: Seen,
-) -> str:
-    """Why a step is wrong."""
-    job, runs, factors = steps.job, steps.runs, dict(plan.factors)
-    kind, error = _first([each for each in judged if each[1].wrong])
-    bad = [its for what, its in judged if what == "gradient" and its.wrong]
-    if not bad:
-        aside = CaseResult(result.path, result.optimizer, first=(kind, error))
-        if kind == "norm":
-            return _of_norm(job, runs, aside, factors, error.bound)[0]
-        if kind == "parameter":
-            said = _replay(job, runs, aside, step, DRIFT)
-            return said or "gradients and their norm are right, what the optimizer makes of them is not"
-        return "the gradients are right"
-    ranks = [record.gradients(step) for record in runs.many]
-    limit = NEAR * max(reference.whole, steps.precision.unit)
-    before = assembled(record.parameters(step - 1) for record in runs.many)
-    tried = {steps.mean: _fit(ranks, reference.truth.gradients)}
-    for mean in (TOKENS, RANK_MEANS, BATCH_MEANS):
-        if mean not in tried:
-            tried[mean] = _fit(ranks, steps.true_step(before, steps.batches(seen, mean)).gradients)
-    if len(seen) > 1:
-        positions = steps.batches(seen, TOKENS)
-        own = [steps.true_step(before, [batches]).gradients for batches in positions]
-        group_of = {rank: index for index, group in enumerate(result.groups) for rank in group}
-        alone = [_fit([pieces], own[group_of[rank]]) for rank, pieces in enumerate(ranks)]
-        tried[OWN] = max(alone, key=lambda each: each[1])
-    best = min(tried, key=lambda mean: tried[mean][1])
-    ratio, left = tried[best]
-    if left <= limit and best == OWN:
-        return f"gradients are {OWN} (times {_named(ratio, factors, limit)})"
-    if left <= limit and not close(ratio, 1, limit):
-        return f"gradients are {best} times {_named(ratio, factors, limit)}"
-    if left <= limit and best != steps.mean:
-        return f"gradients are {best}, not {steps.mean}"
-    return _by_tensor(ranks, bad, reference, factors, len(ranks), limit)
-
-
-def _by_tensor(
-    ranks: Sequence[Sequence[Piece]],
-    bad: Sequence[Error],
-    reference: Reference,
-    factors: dict[str, int],
-    number: int,
-    limit: float,
-) -> str:
-    """Which gradients differ, where others are right: their ranks, and their factors."""
-    wrong: dict[tuple[str, str], list[str]] = {}
-    truth = reference.truth.gradients
-    for error in bad:
-        its = [piece for piece in ranks[error.rank] if piece.name == error.name]
-        if error.text or not any(bool(piece.values.any()) for piece in its):
-            what = "missing"
-        else:
-            ratio, left = _fit([its], truth)
-            what = f"times {_named(ratio, factors, limit)}" if left <= NEAR * error.bound else "other values"
-        wrong.setdefault((error.name, what), []).append(str(error.rank))
-    if len({error.name for error in bad}) == len(truth):
-        return "the gradients are no multiple of an average that is known"
-    said = [f"{name} {what} on rank(s) {', '.join(of)}" for (name, what), of in list(wrong.items())[:3]]
-    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    return f"of the gradients, these are not {TOKENS}: {'; '.join(said)}{more}"
-
-
-@torch.no_grad()
-def _answers(steps: Steps, model: nn.Module, context: Any) -> tuple[float, dict[int, Tensor]]:
-    """The mean loss over the tokens of the evaluation, and the logits of its rows."""
-    job = steps.job
-    total, tokens, logits = 0.0, 0, {}
-    for rows in steps.runs.one.evaluation["rows"]:
-        batch = (pack if job.packing else collate)([job.asked[row] for row in rows])
-        with context():
-            found = model(**batch)
-        total += float(found.loss.to(next(model.parameters()).dtype)) * tokens_of(batch)
-        tokens += tokens_of(batch)
-        for index, (line, places) in zip(seen_in(batch, job.asked), spans(batch), strict=True):
-            logits[index] = found.logits[line, places]
-    return total / tokens, logits
-
-
-def _evaluated(
-    steps: Steps, plan: LaunchPlan, result: CaseResult, tail: float
-) -> tuple[list[tuple[str, Error]], list[Cause]]:
-    """The errors of the evaluation of the run's own parameters, and what is known of them."""
-    job, runs, unit = steps.job, steps.runs, steps.precision.unit
-    after = assembled(record.parameters(job.steps) for record in runs.many)
-    put(steps.exact.eval(), after)
-    put(steps.rounded.eval(), after)
-    loss, truth = _answers(steps, steps.exact, Float64)
-    floor = float(error_floor(truth.values()))
-    losses: list[float] = []
-    errors: dict[int, list[float]] = {}
-    for run in range(RUNS):
-        with OtherSums(torch.Generator().manual_seed(job.seed + run), job.ranks):
-            value, logits = _answers(steps, steps.rounded, steps.precision.autocast)
-        losses.append(value / loss - 1)
-        for row, its in logits.items():
-            errors.setdefault(row, []).append(length_error(its, truth[row], floor))
-    bounds = {row: length_bound(its, tail, unit) for row, its in errors.items()}
-    bound = number_bound(losses, tail, steps.precision.number_unit)
-    found = []
-    for rank, record in enumerate(runs.many):
-        for row, values in record.logits().items():
-            if row not in truth or values.shape != truth[row].shape:
-                error = Error(math.inf, job.steps, f"row {row}", rank, "other rows, or other shapes")
-            else:
-                size = length_error(values, truth[row], floor)
-                error = Error(size, job.steps, f"row {row}", rank, bound=bounds[row])
-            found.append(("logits", error))
-    expected = _evaluations(job, runs, result)
-    given = [record.evaluation["loss"] for record in runs.many]
-    sizes = {what: max(_relative(value, its) for value in given) for what, its in expected.items()}
-    what = min(sizes, key=lambda its: sizes[its])
-    what = what if sizes[what] <= bound else "one"
-    where = ("evaluation", Error(sizes["one"], job.steps, "evaluation loss", 0, bound=bound))
-    measured = sizes["filled"] if what == "filled" else sizes["one"]
-    found.append(("evaluation", Error(measured, job.steps, "evaluation loss", 0, bound=bound)))
-    causes = [("", False, ("logits", error)) for _, error in found if error.wrong and error.name.startswith("row")][:1]
-    if what == "filled":
-        causes.append((f"Trainer's evaluation loss is a mean over batches, and {REPEATED}", True, where))
-    elif sizes["one"] > bound:
-        same = job.ranks // job.positions
-        counted = (
-            f"the evaluation loss counts full batches {same} times, as so many ranks have them, the last one once"
-        )
-        causes.append((counted if what == "counted" else "", False, where))
-    return found, causes
+def check_on_one_process(steps: Steps) -> None:
+    """Raise ValueError if the run of one process did not make the steps that are computed here."""
+    one = steps.runs.one
+    mean = BATCH_MEANS if steps.mean == BATCH_MEANS else TOKENS
+    for step in range(1, len(one.samples) + 1):
+        before = assemble([one.parameters(step - 1)])
+        truth = average_step(steps.compute(before, [steps.inputs(one, step)]), mean)
+        changes = steps.change(truth, before, step - 1)
+        after = {name: weight + changes[name] for name, weight in before.items()}
+        errors = shard_errors(one.gradients(step), truth.gradients, step, 0)
+        errors += shard_errors(one.parameters(step), after, step, 0)
+        worst = max(errors, key=lambda error: error.size)
+        if worst.size > FITS:
+            raise ValueError(
+                f"--dtype {steps.job.dtype}: on one process in float64, step {step} of {steps.path} is not SGD's "
+                f"step of the mean loss ({worst.name} is off by {worst.size:.0e}), so that no bound of rounding is "
+                "known: omit the arguments that change loss or step, or certify in float64."
+            )

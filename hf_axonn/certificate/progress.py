@@ -1,4 +1,4 @@
-"""What a certificate says while it is made: the plan and how long it will take, a line for each run, a bar."""
+"""Lines of a certificate while it is made: the plan and how long it will take, a line for each run, a bar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASE = 0.1  # too: a case, on one process
 
 
 class Progress:
-    """Tells of the runs of a job on standard output; the bar is drawn on a terminal only, on standard error.
+    """Tell of the runs of a job on standard output; the bar is drawn on a terminal only, on standard error.
 
     Args:
         job: what is run.
@@ -30,34 +30,34 @@ class Progress:
         self.bar = tqdm(total=2 * len(job.cases) - resumed, unit="run", leave=False, disable=None)
 
     def begin(self, lines: list[str]) -> None:
-        """Say what will be done."""
+        """Print what will be done."""
         for line in lines:
-            self._say(line)
+            self._print(line)
 
-    def began(self, side: str, case: str) -> None:
+    def begin_case(self, side: str, case: str) -> None:
         """Note that a case has begun on one process or on many; the one before it has ended."""
-        self.ended()
+        self.end()
         self.running, self.since = f"{case.replace('-', ' ', 1)}, {side}", time.monotonic()
         self.bar.set_description(self.running)
 
-    def ended(self, why: str = "") -> None:
+    def end(self, why: str = "") -> None:
         """Note that the case that was running has ended, or why it does not run."""
         if self.running:
-            self._say(f"  {self.running:<44}{why or f'{time.monotonic() - self.since:.0f} s'}")
+            self._print(f"  {self.running:<44}{why or f'{time.monotonic() - self.since:.0f} s'}")
             self.bar.update()
         self.running = ""
 
     def close(self) -> None:
         """Remove the bar."""
-        self.ended()
+        self.end()
         self.bar.close()
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         tqdm.write(line)
 
 
 def estimated_seconds(job: Job) -> int:
-    """How long the runs will take, by how long this command has taken to start."""
+    """Estimate the time of the runs by how long this command has taken to start."""
     started = time.time() - psutil.Process().create_time()
     launches = 1 + any(path == "resumed" for path, _ in job.cases)
     share = max(1.0, job.ranks / core_count())  # of ranks on a core

@@ -1,4 +1,4 @@
-"""What a process writes down while it trains, and what is read again: in files, so that no collective is added.
+"""Files that a process writes while it trains, so that no collective is added, and that are read again.
 
 rank0.json                  samples, losses, norms, logged numbers
 gradients-1-rank0.pt        what this rank holds of the gradients before clipping, in step 1
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.certificate.pieces import Piece, copied_pieces, load_pieces, pieces_of, save_pieces
 from hf_axonn.certificate.rows import Row, fingerprints, seen_in
+from hf_axonn.certificate.shards import Shard, copied_shards, load_shards, save_shards, shards_of
 
 
 class Recorder:
@@ -57,10 +57,10 @@ class Recorder:
 
     def gradients(self, model: nn.Module) -> None:
         """Write the gradients of a step: they are averaged, and not clipped yet."""
-        self._write("gradients", self.step, pieces_of(model, gradients=True))
+        self._write("gradients", self.step, shards_of(model, gradients=True))
 
-    def stepped(self, model: nn.Module) -> None:
-        """Write the parameters after a step."""
+    def end_step(self, model: nn.Module) -> None:
+        """Write the parameters after a step, and begin the next one."""
         self._parameters(self.step, model)
         if self.batches:
             torch.save(self.batches, self.folder / f"batches-{self.step}-rank{self.rank}.pt")
@@ -82,16 +82,16 @@ class Recorder:
         torch.save(dict(found), self.folder / f"logits-rank{self.rank}.pt")
 
     def _parameters(self, step: int, model: nn.Module) -> None:
-        self._write("parameters", step, pieces_of(model, gradients=False))
-        if copies := copied_pieces(model):
+        self._write("parameters", step, shards_of(model, gradients=False))
+        if copies := copied_shards(model):
             self._write("copies", step, copies)
 
-    def _write(self, what: str, step: int, pieces: list[Piece]) -> None:
-        save_pieces(self.folder / f"{what}-{step}-rank{self.rank}.pt", pieces)
+    def _write(self, what: str, step: int, shards: list[Shard]) -> None:
+        save_shards(self.folder / f"{what}-{step}-rank{self.rank}.pt", shards)
 
 
 class Record:
-    """What one process wrote of one case.
+    """The files that one process wrote of one case.
 
     Attributes:
         samples: for each step and micro-batch the indices of its rows.
@@ -113,39 +113,39 @@ class Record:
         self.evaluation: dict[str, Any] = self.facts.get("evaluation", {})
         self.after: int = self.facts.get("after", 0)
 
-    def gradients(self, step: int) -> list[Piece]:
-        """What this rank held of the gradients of a step, counted from 1."""
-        return load_pieces(self.folder / f"gradients-{step}-rank{self.rank}.pt")
+    def gradients(self, step: int) -> list[Shard]:
+        """Return this rank's parts of the gradients of a step, counted from 1."""
+        return load_shards(self.folder / f"gradients-{step}-rank{self.rank}.pt")
 
-    def parameters(self, step: int) -> list[Piece]:
-        """What this rank held of the parameters after a step; 0: before the first one."""
-        return load_pieces(self.folder / f"parameters-{step}-rank{self.rank}.pt")
+    def parameters(self, step: int) -> list[Shard]:
+        """Return this rank's parts of the parameters after a step; 0: before the first one."""
+        return load_shards(self.folder / f"parameters-{step}-rank{self.rank}.pt")
 
-    def copies(self, step: int) -> list[Piece]:
-        """What this rank's model computes with after a step, where that is beside the parameters; else nothing."""
+    def copies(self, step: int) -> list[Shard]:
+        """Return the weights that this rank's model computes with, if they are beside the parameters; else nothing."""
         path = self.folder / f"copies-{step}-rank{self.rank}.pt"
-        return load_pieces(path) if path.exists() else []
+        return load_shards(path) if path.exists() else []
 
     def batches(self, step: int) -> list[dict[str, Tensor]]:
-        """The micro-batches of a step, where they were kept."""
+        """Return the micro-batches of a step, where they were kept."""
         path = self.folder / f"batches-{step}-rank{self.rank}.pt"
         kept: list[dict[str, Tensor]] = torch.load(path, weights_only=True)
         return kept
 
     def logits(self) -> dict[int, Tensor]:
-        """Logits of rows by their indices; nothing where this rank has none."""
+        """Return logits of rows by their indices; nothing where this rank has none."""
         path = self.folder / f"logits-rank{self.rank}.pt"
         found: dict[int, Tensor] = torch.load(path, weights_only=True) if path.exists() else {}
         return found
 
 
 def norm_of(value: Any) -> float | None:
-    """The norm that clipping returns, as `number`; None where a framework says none."""
+    """Return the norm that clipping returns as a number; None where a framework returns none."""
     return None if value is None else number(value)
 
 
 def number(value: Any) -> float:
-    """A number, of a tensor or not; a collective where it is a DTensor whose parts are on several ranks."""
+    """Return a number, of a tensor or not; a collective where it is a DTensor whose parts are on several ranks."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return float(value)

@@ -6,6 +6,7 @@ import hashlib
 import html
 import math
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hf_axonn.launch.launch_file import core_count
 
 
 EQUAL, DIFFERENT = 0, 1
+FIELDS = "ranks positions steps batch accumulation trainer script peft packing seed notes".split()  # of a job
 PACKAGES = ("hf_axonn", "torch", "transformers", "accelerate")
 NAMES = {"saved": "saved and loaded", "start": "weights at the start"}
 STYLE = (
@@ -26,7 +28,7 @@ STYLE = (
 
 
 def verdict(results: list[CaseResult], dtype: str = FLOAT64) -> str:
-    """In one line."""
+    """Return the verdict in one line."""
     if all(result.equal for result in results):
         if dtype != FLOAT64:
             return f"equal to one process within {dtype}"
@@ -40,12 +42,12 @@ def verdict(results: list[CaseResult], dtype: str = FLOAT64) -> str:
 
 
 def exit_code(results: list[CaseResult]) -> int:
-    """0 where every difference is documented, else 1."""
+    """Return 0 where every difference is documented, else 1."""
     return EQUAL if all(result.equal or result.documented for result in results) else DIFFERENT
 
 
 def plan_lines(job: Job, title: str, model: str | None, seconds: int) -> list[str]:
-    """What will be run, before it is."""
+    """Return the lines that say what will be run."""
     runs = ", ".join(f"{path} {optimizer}" for path, optimizer in job.cases)
     return [
         f"{title}, beside one process, in {job.dtype}.",
@@ -58,7 +60,7 @@ def plan_lines(job: Job, title: str, model: str | None, seconds: int) -> list[st
 
 
 def settings(job: Job) -> str:
-    """Those of the user, in a line."""
+    """Return the settings of the user, in a line."""
     if job.script:
         return "those of the script"
     given = {**job.trainer, **({"peft": job.peft} if job.peft else {}), **({"packing": True} if job.packing else {})}
@@ -79,7 +81,7 @@ def _shape(job: Job) -> str:
 
 
 def lines(job: Job, title: str, results: list[CaseResult], model: str) -> list[str]:
-    """The verdict, on one screen."""
+    """Return the verdict, on one screen."""
     kinds = [kind for kind in KINDS if any(kind in result.worst for result in results)]
     width = max(len(_name(result)) for result in results) + 2
     text = [
@@ -96,11 +98,11 @@ def lines(job: Job, title: str, results: list[CaseResult], model: str) -> list[s
             continue
         cells = "".join(f"{_cell(result.worst.get(kind)):<12}" for kind in kinds)
         text.append("  " + f"{_name(result):<{width}}" + cells.rstrip())
-    said: dict[str, list[str]] = {}
+    abouts: dict[str, list[str]] = {}
     for result in results:
         if not result.equal:
-            said.setdefault(_about(result), []).append(_name(result))
-    text += ["", *(f"  {' and '.join(names)}: {about}" for about, names in said.items())] if said else []
+            abouts.setdefault(_about(result), []).append(_name(result))
+    text += ["", *(f"  {' and '.join(names)}: {about}" for about, names in abouts.items())] if abouts else []
     text += [f"  note: {note}" for note in job.notes]
     return text
 
@@ -112,19 +114,15 @@ def _name(result: CaseResult) -> str:
 def _cell(error: Error | None) -> str:
     if error is None:
         return "-"
-    if not _finite(error):
+    if not math.isfinite(error.size):
         return "WRONG"
     if error.name == "samples":
         return "each once"
     return f"{error.size:.0e}" + (f"/{error.bound:.0e}" if error.bound != BOUND else "")
 
 
-def _finite(error: Error) -> bool:
-    return math.isfinite(error.size)
-
-
 def _about(result: CaseResult) -> str:
-    """What differs first, and why; or what the framework said."""
+    """Return what differs first, and why; or the error of the framework."""
     if result.failed:
         return result.failed
     assert result.first is not None
@@ -139,7 +137,7 @@ def _about(result: CaseResult) -> str:
 def certificate(
     job: Job, title: str, results: list[CaseResult], model: dict[str, Any], command: list[str], files: dict[str, Path]
 ) -> dict[str, Any]:
-    """What certificate.json holds."""
+    """Return the contents of certificate.json."""
     return {
         "verdict": verdict(results, job.dtype),
         "exit_code": exit_code(results),
@@ -148,17 +146,7 @@ def certificate(
         "bound": BOUND if job.dtype == FLOAT64 else None,  # in another dtype each number has its own
         "dtype": job.dtype,
         "model": model,
-        "ranks": job.ranks,
-        "positions": job.positions,
-        "steps": job.steps,
-        "batch": job.batch,
-        "accumulation": job.accumulation,
-        "trainer": job.trainer,
-        "script": job.script,
-        "peft": job.peft,
-        "packing": job.packing,
-        "seed": job.seed,
-        "notes": job.notes,
+        **{name: getattr(job, name) for name in FIELDS},
         "cases": [_case(result, job.dtype) for result in results],
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "sha256": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()},
@@ -180,19 +168,13 @@ def _case(result: CaseResult, dtype: str) -> dict[str, Any]:
         "documented": result.documented,
         "failed": result.failed,
         "ranks_with_the_same_samples": result.groups,
-    } | ({} if dtype == FLOAT64 else {"bounds": [{"kind": kind, **_values(its)} for kind, its in result.errors]})
+    } | ({} if dtype == FLOAT64 else {"bounds": [{"kind": kind, **_values(error)} for kind, error in result.errors]})
 
 
 def _values(error: Error) -> dict[str, Any]:
-    size = error.size if _finite(error) else None  # JSON has no infinity
-    return {
-        "error": size,
-        "bound": error.bound,
-        "step": error.step,
-        "name": error.name,
-        "rank": error.rank,
-        "text": error.text,
-    }
+    values = asdict(error)
+    size = values.pop("size")
+    return {"error": size if math.isfinite(size) else None, **values}  # JSON has no infinity
 
 
 def _version(package: str) -> str | None:
@@ -203,7 +185,7 @@ def _version(package: str) -> str | None:
 
 
 def page(found: dict[str, Any], screen: list[str]) -> str:
-    """The certificate as HTML."""
+    """Return the certificate as HTML."""
     kinds = [kind for kind in KINDS if any(kind in case["worst"] for case in found["cases"])]
     head = "".join(f"<th>{html.escape(NAMES.get(kind, kind))}</th>" for kind in ("run", *kinds))
     body = []
@@ -225,7 +207,7 @@ def page(found: dict[str, Any], screen: list[str]) -> str:
         **{f"SHA-256 of {name}": digest for name, digest in found["sha256"].items()},
     }
     listed = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(its))}</td></tr>" for name, its in facts.items()
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>" for name, value in facts.items()
     )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(found["run"])}</title>'

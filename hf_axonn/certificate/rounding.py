@@ -1,4 +1,4 @@
-"""What rounding does to a step: the same step on one process, in the run's own dtype, many times with other sums.
+"""The rounding of a step: the same step on one process, in the run's own dtype, many times with other sums.
 
 Ranks take sums apart. Who holds a part of a weight multiplies a part of the inner dimension, rounds what comes out,
 and adds it to what others have; gradients of micro-batches and of ranks are added in some order. Each replica here
@@ -41,7 +41,7 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Precision:
-    """How a run computes in its own dtype.
+    """The way that a run computes in its own dtype.
 
     Args:
         dtype: of matrix products.
@@ -59,17 +59,17 @@ class Precision:
     scale: float = 1.0
 
     def autocast(self) -> torch.autocast:
-        """As Accelerate has it around forward, which DeepSpeed does without."""
+        """Return the autocast that Accelerate has around forward, and DeepSpeed has not."""
         return torch.autocast("cpu", self.dtype, enabled=self.casts and self.dtype != torch.float32)
 
     @property
     def unit(self) -> float:
-        """What is lost at least when a number is rounded, as a root mean square: a quarter of its last place."""
+        """The root mean square of what is lost when a number is rounded: a quarter of its last place."""
         return torch.finfo(self.dtype).eps / 4
 
     @property
     def number_unit(self) -> float:
-        """What is lost when a loss or a norm, which have the dtype of parameters, is added up and rounded."""
+        """Loss when a loss or a norm, which have the dtype of parameters, is added up and rounded."""
         return torch.finfo(self.weights).eps / 2
 
 
@@ -79,16 +79,16 @@ class OtherSums(OperatorMode):
     def __init__(self, generator: torch.Generator, parts: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.generator, self.parts = generator, parts
-        self.share = self.drawn()
+        self.share = self.draw()
 
-    def drawn(self) -> float:
-        """A number between 0 and 1."""
+    def draw(self) -> float:
+        """Draw a number between 0 and 1."""
         return float(torch.rand((), generator=self.generator))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = PRODUCTS.get(func)
-        if first is None or not args[first].is_floating_point() or kwargs or self.drawn() > self.share:
+        if first is None or not args[first].is_floating_point() or kwargs or self.draw() > self.share:
             return func(*args, **kwargs)
         before, left, right = args[:first], args[first], args[first + 1]
         inner = left.shape[-1]
@@ -107,20 +107,25 @@ class OtherSums(OperatorMode):
 
 @dataclass
 class Step:
-    """What one process makes of the micro-batches of a step: the loss, and gradients before clipping."""
+    """The loss and the gradients before clipping of a step on one process."""
 
     loss: float
     gradients: dict[str, Tensor]
 
     @property
     def norm(self) -> float:
-        """Of all gradients, added up in float32 where they are no float64."""
-        exact = any(its.dtype == torch.float64 for its in self.gradients.values())
-        each = [its.to(torch.float64 if exact else torch.float32).norm() for its in self.gradients.values()]
-        return float(torch.stack(each).norm())
+        """The norm of all gradients, added up in float32 where they are no float64."""
+        exact = any(gradient.dtype == torch.float64 for gradient in self.gradients.values())
+        dtype = torch.float64 if exact else torch.float32
+        return float(torch.stack([gradient.to(dtype).norm() for gradient in self.gradients.values()]).norm())
+
+    def distance(self, gradients: Mapping[str, Tensor]) -> float:
+        """Return how far other gradients are: the length of the difference over the norm."""
+        off = {name: gradients[name].double() - gradient for name, gradient in self.gradients.items()}
+        return Step(0.0, off).norm / self.norm
 
 
-def step_of(
+def compute_step(
     model: nn.Module,
     batches: Sequence[tuple[Batch, float]],
     *,
@@ -130,42 +135,42 @@ def step_of(
     scale: float = 1.0,
     order: Sequence[int] | None = None,
 ) -> Step:
-    """Losses and gradients of micro-batches, each times a number, added in an order."""
+    """Compute losses and gradients of micro-batches, each times a number, added in an order."""
     total: dict[str, Tensor] = {}
     loss = 0.0
     for index in order if order is not None else range(len(batches)):
         batch, by = batches[index]
         model.zero_grad()
         with context():
-            found = model(**batch).loss
-        (found * (by * scale)).backward()
-        loss += float(found.detach().to(weights)) * by
-        for name, its in model.named_parameters():
-            if its.grad is not None:
-                part = its.grad.to(sums) / scale
+            mean = model(**batch).loss
+        (mean * (by * scale)).backward()
+        loss += float(mean.detach().to(weights)) * by
+        for name, weight in model.named_parameters():
+            if weight.grad is not None:
+                part = weight.grad.to(sums) / scale
                 total[name] = total[name] + part if name in total else part
     model.zero_grad()
     return Step(loss, total)
 
 
-def replicas(
+def replicate(
     model: nn.Module, batches: Sequence[tuple[Batch, float]], precision: Precision, *, parts: int, seed: int, runs: int
 ) -> Iterator[Step]:
-    """Steps that differ by how they are added up.
+    """Yield steps that differ by how they are added up.
 
     Args:
         model: with parameters in `precision.weights`, those before the step.
         batches: the micro-batches of all positions, with what each loss is multiplied by.
         precision: of the run.
-        parts: into how many a sum is taken at most: the number of ranks.
+        parts: the most parts of a sum: the number of ranks.
         seed: of the first one.
-        runs: how many.
+        runs: the number of steps.
     """
     for run in range(runs):
         generator = torch.Generator().manual_seed(seed + run)
         order = torch.randperm(len(batches), generator=generator).tolist()
         with OtherSums(generator, parts):
-            yield step_of(
+            yield compute_step(
                 model,
                 batches,
                 context=precision.autocast,
@@ -177,11 +182,11 @@ def replicas(
 
 
 def length_error(values: Tensor, truth: Tensor, floor: float) -> float:
-    """How far a tensor is from its truth: the length of the difference over that of the truth.
+    """Return how far a tensor is from its truth: the length of the difference over that of the truth.
 
     Args:
         values, truth: of the same shape.
-        floor: what the root mean square of the truth is taken for at least.
+        floor: the least root mean square of the truth.
     """
     if not values.numel():
         return 0.0
@@ -191,23 +196,23 @@ def length_error(values: Tensor, truth: Tensor, floor: float) -> float:
 
 
 def length_bound(errors: Sequence[float], tail: float, unit: float) -> float:
-    """Above which one more error of a tensor is no rounding, but for a share `tail` of them."""
+    """Return the size above which one more error of a tensor is no rounding, but for a share `tail` of them."""
     logs = [0.5 * math.log(error**2 + unit**2) for error in errors]
     mean = sum(logs) / len(logs)
-    spread = math.sqrt(sum((its - mean) ** 2 for its in logs) / (len(logs) - 1))
+    spread = math.sqrt(sum((log - mean) ** 2 for log in logs) / (len(logs) - 1))
     away = student(tail, len(logs) - 1) * math.sqrt(1 + 1 / len(logs))
     return math.exp(mean + away * max(spread, SPREAD))
 
 
 def number_bound(errors: Sequence[float], tail: float, unit: float) -> float:
-    """Above which one more error of a number, with either sign, is no rounding, but for a share `tail` of them."""
+    """Return the size above which an error of a number, of either sign, is no rounding, but for a share `tail`."""
     largest = max(abs(error) for error in errors)
     return student(tail / 2, len(errors)) * math.hypot(largest, unit)
 
 
 @functools.cache
 def student(tail: float, freedom: int) -> float:
-    """The number above which Student's t is with the probability `tail`, below a half.
+    """Return the number above which Student's t is with the probability `tail`, below a half.
 
     With t = sqrt(freedom) / tan(u), the density over u is proportional to sin(u) ** (freedom - 1).
     """

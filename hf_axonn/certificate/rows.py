@@ -1,4 +1,4 @@
-"""What is trained on: rows of random tokens of unequal lengths, with ignored labels, and an uneven end of the epoch.
+"""Rows that are trained on: random tokens of unequal lengths, with ignored labels, and an uneven end of the epoch.
 
 Every row is another sequence of tokens, so a batch tells which rows it has, whoever has made it.
 """
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 def make_rows(number: int, vocabulary: int, seed: int) -> list[Row]:
-    """Rows with different lengths and numbers of labels.
+    """Make rows with different lengths and numbers of labels.
 
     Raises:
         ValueError: the vocabulary is too small for rows that differ.
@@ -42,38 +42,39 @@ def make_rows(number: int, vocabulary: int, seed: int) -> list[Row]:
 
 
 def collate(rows: Sequence[Row], least: int = 0) -> dict[str, Tensor]:
-    """A batch, right-padded to its longest row, and to a least length."""
+    """Make a batch, right-padded to its longest row, and to a least length."""
     longest = max(least, *(len(row["input_ids"]) for row in rows))
 
-    def padded(values: list[int], value: int) -> list[int]:
+    def pad(values: list[int], value: int) -> list[int]:
         return values + [value] * (longest - len(values))
 
     return {
-        "input_ids": torch.tensor([padded(row["input_ids"], 0) for row in rows]),
-        "attention_mask": torch.tensor([padded([1] * len(row["input_ids"]), 0) for row in rows]),
-        "labels": torch.tensor([padded(row["labels"], IGNORED) for row in rows]),
+        "input_ids": torch.tensor([pad(row["input_ids"], 0) for row in rows]),
+        "attention_mask": torch.tensor([pad([1] * len(row["input_ids"]), 0) for row in rows]),
+        "labels": torch.tensor([pad(row["labels"], IGNORED) for row in rows]),
     }
 
 
 def collate_evenly(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """A batch, right-padded to the longest row that there may be: rank 0 joins such batches (dispatch_batches)."""
+    """Make a batch, right-padded to the longest row that there may be: dispatch_batches joins such batches."""
     return collate(rows, LONGEST)
 
 
 def tokens_of(batch: Mapping[str, Tensor]) -> int:
-    """Labels that are predicted in a batch: Transformers shifts them by one. Without a label for each token, rows."""
+    """Count the labels that are predicted in a batch: Transformers shifts them by one. Without a label for each token,
+    count rows."""
     if batch["labels"].shape != batch["input_ids"].shape:
         return len(batch["input_ids"])
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
 def labels_of(batch: Mapping[str, Tensor]) -> int:
-    """Labels of a batch, those of first tokens too: what Trainer counts of a model whose loss it does not know."""
+    """Count all labels of a batch, those of first tokens too, as Trainer does if it does not know the loss."""
     return int((batch["labels"] != IGNORED).sum())
 
 
 def spans(batch: Mapping[str, Tensor]) -> list[tuple[int, Tensor]]:
-    """Of each row of a batch in which line it is, and where there: without padding, or one of a packed line."""
+    """Return for each row of a batch its line and its places there: without padding, or one of a packed line."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     places = torch.arange(ids.shape[1])
     documents = find_document_ids(ids, **document_fields(batch))
@@ -90,7 +91,7 @@ def spans(batch: Mapping[str, Tensor]) -> list[tuple[int, Tensor]]:
 
 
 def seen_in(batch: Mapping[str, Tensor], rows: Sequence[Row]) -> list[int]:
-    """Indices of the rows in a batch, those omitted that have no labels: they count nothing. -1: no such row."""
+    """Return the indices of the rows in a batch, without those that have no labels. -1: no such row."""
     index = {tuple(row["input_ids"]): number for number, row in enumerate(rows)}
     found = []
     for line, places in spans(batch):
@@ -100,7 +101,7 @@ def seen_in(batch: Mapping[str, Tensor], rows: Sequence[Row]) -> list[int]:
 
 
 def fingerprints(batch: Mapping[str, Tensor]) -> list[int]:
-    """Numbers that stand for the rows of a batch of unknown rows: the same for the same ids and labels."""
+    """Return numbers that stand for the rows of a batch of unknown rows: the same for the same ids and labels."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         return []
@@ -114,7 +115,7 @@ def fingerprints(batch: Mapping[str, Tensor]) -> list[int]:
 
 
 def pack(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """All rows one after another in one line, as Transformers' DataCollatorWithFlattening has them."""
+    """Put all rows one after another in one line, as Transformers' DataCollatorWithFlattening has them."""
     return {
         "input_ids": torch.tensor([[token for row in rows for token in row["input_ids"]]]),
         "labels": torch.tensor([[label for row in rows for label in (IGNORED, *row["labels"][1:])]]),

@@ -68,7 +68,7 @@ IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def config_of(model: str) -> PreTrainedConfig:
-    """The configuration of a model: a directory with a config.json, such a file, a model type, or a name on the Hub.
+    """Read the configuration of a model: a directory with a config.json, such a file, a model type, or a Hub name.
 
     Raises:
         ValueError: there is none, or it is of no causal language model.
@@ -94,10 +94,10 @@ def config_of(model: str) -> PreTrainedConfig:
     return config
 
 
-def shrunk(
+def shrink(
     config: PreTrainedConfig, *, ranks: int, layers: int = 2, seed: int = 0, kind: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
-    """A small float64 model of the type of a configuration.
+    """Make a small float64 model of the type of a configuration.
 
     Args:
         config: of the model that is meant; unchanged.
@@ -111,7 +111,7 @@ def shrunk(
     problem = "no common factor of its sizes is known"
     for factor in _factors(config, ranks):
         try:
-            model = _random_model(_divided(config, factor, ranks, layers), seed, kind)
+            model = _random_model(_divide(config, factor, ranks, layers), seed, kind)
             _try(model, labels=kind is None)
             return model
         except Exception as error:  # any class may fail in a way of its own
@@ -120,7 +120,7 @@ def shrunk(
 
 
 def _factors(config: PreTrainedConfig, ranks: int) -> list[int]:
-    """What all coupled sizes can be divided by, the largest first; 1 is the last resort."""
+    """Return the numbers that all coupled sizes can be divided by, the largest first; 1 is the last resort."""
     coupled = [value for name, value in _sizes(config) if name in COUPLED]
     heads = [value for name, value in _sizes(config) if name in HEAD_SIZES]
     hidden = [getattr(config, name) for name in HIDDEN if isinstance(getattr(config, name, None), int)]
@@ -156,7 +156,7 @@ def _fields(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _divided(config: PreTrainedConfig, factor: int, ranks: int, layers: int) -> PreTrainedConfig:
+def _divide(config: PreTrainedConfig, factor: int, ranks: int, layers: int) -> PreTrainedConfig:
     small = copy.deepcopy(config)
     fields = vars(small)
     changed = {name: _tiny(name, value, factor, ranks) for name, value in fields.items()}
@@ -191,7 +191,7 @@ def _tiny(name: str, value: Any, factor: int, ranks: int) -> Any:
 
 
 def alike(size: int, most: int, ranks: int) -> int:
-    """The largest size up to `most` that has the common divisors of `size` with 8 and with `ranks`."""
+    """Return the largest size up to `most` that has the common divisors of `size` with 8 and with `ranks`."""
     whole = math.lcm(8, ranks)
     return (
         size
@@ -201,17 +201,18 @@ def alike(size: int, most: int, ranks: int) -> int:
 
 
 def _fewer_layers(fields: dict[str, Any], least: int) -> dict[str, Any]:
-    """One layer of each kind, and at least so many."""
+    """Return fields for one layer of each kind, and for at least `least`."""
     name = next((name for name in LAYERS if isinstance(fields.get(name), int)), None)
     if name is None:
         return {}
-    lists = {key: its for key, its in fields.items() if isinstance(its, (list, tuple)) and len(its) == fields[name]}
-    kinds = [tuple(map(str, kind)) for kind in zip(*lists.values(), strict=True)] or [()] * fields[name]
+    layers = fields[name]
+    lists = {key: value for key, value in fields.items() if isinstance(value, (list, tuple)) and len(value) == layers}
+    kinds = [tuple(map(str, kind)) for kind in zip(*lists.values(), strict=True)] or [()] * layers
     chosen = sorted({kinds.index(kind) for kind in kinds})[:MOST_LAYERS]
     others = [index for index in range(len(kinds)) if index not in chosen]
     chosen = sorted(chosen + others[: max(0, least - len(chosen))])
     counts = {other: len(chosen) for other in LAYERS if isinstance(fields.get(other), int)}
-    return {**{key: [its[index] for index in chosen] for key, its in lists.items()}, **counts}
+    return {**{key: [value[index] for index in chosen] for key, value in lists.items()}, **counts}
 
 
 def _random_model(config: PreTrainedConfig, seed: int, kind: type[PreTrainedModel] | None) -> PreTrainedModel:

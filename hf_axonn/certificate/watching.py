@@ -29,13 +29,7 @@ FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 COLLECTIVES = tuple(
     os.sep.join(("", "torch", *words, "")) for words in (("distributed",), ("autograd",), ("nn", "parallel"))
 )
-LIBRARIES = (
-    f"{os.sep}site-packages{os.sep}",
-    f"{os.sep}torch{os.sep}",
-    str(Path(__file__).parent),
-    "<frozen",
-    "runpy",
-)
+PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}torch{os.sep}", str(Path(__file__).parent), "<frozen", "runpy")
 NO_NAMES = ("wrapper", "wait", "__torch_function__", "handle_torch_function", "_engine_run_backward")
 
 
@@ -90,7 +84,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, limit: float, began: 
 
 
 def cases_begun(folder: Path) -> list[str]:
-    """The cases that rank 0 has begun, in their order."""
+    """Return the cases that rank 0 has begun, in their order."""
     begun = folder / "begun-rank0.txt"
     return begun.read_text(encoding="utf-8").splitlines() if begun.exists() else []
 
@@ -122,7 +116,7 @@ def _end(process: subprocess.Popen[bytes], ranks: Mapping[int, psutil.Process]) 
 
 
 def _standing(folder: Path, ranks: Mapping[int, psutil.Process]) -> str:
-    """Where ranks wait for each other; empty where none is in a collective."""
+    """Return where ranks wait for each other; empty where none is in a collective."""
     for process in ranks.values():
         with contextlib.suppress(psutil.Error):
             process.send_signal(signal.SIGUSR1)
@@ -143,10 +137,10 @@ def _standing(folder: Path, ranks: Mapping[int, psutil.Process]) -> str:
 
 
 def place(stack: str) -> tuple[str, str]:
-    """In which collective a rank stands, if in any, and where it was called, of a stack as faulthandler writes it."""
+    """Return the collective in which a rank stands, if in any, and where it was called, from faulthandler's stack."""
     frames = [match.groupdict() for match in FRAME.finditer(stack)]
     inner = [frame for frame in frames[:INNERMOST] if any(part in frame["file"] for part in COLLECTIVES)]
     names = [frame["name"] for frame in inner if frame["name"] not in NO_NAMES]
-    outer = [frame for frame in frames if not any(part in frame["file"] for part in LIBRARIES)]
+    outer = [frame for frame in frames if not any(part in frame["file"] for part in PACKAGES)]
     where = (outer or [frame for frame in frames if frame not in inner] or [{"file": "unknown", "line": "0"}])[0]
     return (names[0] if names else "", f"{os.sep.join(Path(where['file']).parts[-2:])}, line {where['line']}")

@@ -1,4 +1,4 @@
-"""What every process runs, one alone and those of the launch file: the same model, the same rows, the same steps.
+"""The program of every process, one alone and those of the launch file: the same model, rows and steps.
 
     python -m hf_axonn.certificate.worker JOB CASE ...                              one process
     accelerate launch --config FILE -m hf_axonn.certificate.worker JOB CASE ...     what is certified
@@ -31,20 +31,20 @@ from transformers.utils import logging
 from hf_axonn.certificate.deepspeed import before_steps, on_cpus
 from hf_axonn.certificate.float64 import Float64, recompute_exactly, without_noise
 from hf_axonn.certificate.job import FLOAT64, WITNESS, Job
-from hf_axonn.certificate.loaders import drawn_alike
+from hf_axonn.certificate.loaders import draw_alike
 from hf_axonn.certificate.loading import load_model
 from hf_axonn.certificate.recording import Recorder, norm_of
 from hf_axonn.certificate.rows import Row, collate, collate_evenly, pack, seen_in, spans, tokens_of
 from hf_axonn.certificate.script import run_script
 from hf_axonn.certificate.watching import be_watched
-from hf_axonn.compat.accelerate import as_on_gpus, forget_state
+from hf_axonn.compat.accelerate import allow_sharding_on_cpus, forget_state
 
 
 ALONE, TOGETHER = "one", "many"
 
 
 def side(parallel: bool) -> str:
-    """The name of the folder in which the runs of one process, or of many, are."""
+    """Return the name of the folder of the runs of one process, or of many."""
     return TOGETHER if parallel else ALONE
 
 
@@ -88,12 +88,12 @@ def _parallel() -> bool:
 
 
 def _zero(job: Job) -> bool:
-    """Whether DeepSpeed runs this process."""
+    """Return whether DeepSpeed runs this process."""
     return job.zero and _parallel()
 
 
 def _dtype(job: Job) -> torch.dtype:
-    """Of parameters: one process has the truth, whatever the ranks compute in."""
+    """Return the dtype of parameters: one process has the truth, whatever the ranks compute in."""
     return torch.float64 if job.dtype == FLOAT64 or not _parallel() else torch.float32
 
 
@@ -116,7 +116,7 @@ class _RecordingTrainer(Trainer):
     """The stock Trainer, which says what it sees."""
 
     recorder: Recorder
-    asked: list[dict[str, Any]]
+    evaluated: list[dict[str, Any]]
     answers: list[Any]
     counted: list[int | None]
     times: int = 1  # by which a batch is larger than that of a rank
@@ -129,7 +129,7 @@ class _RecordingTrainer(Trainer):
         return self.model
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """As the stock method."""
+        """Train a micro-batch, and note it."""
         seen = dict(inputs)
         if self.is_deepspeed_enabled and self.engine is None:
             self.engine = model
@@ -142,18 +142,18 @@ class _RecordingTrainer(Trainer):
         return loss
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """As the stock method of a rank, so that all processes draw the same order."""
+        """Return the sampler of a rank, so that all processes draw the same order."""
         with self._as_a_rank():
-            return drawn_alike(super()._get_train_sampler(train_dataset), self.args.seed)
+            return draw_alike(super()._get_train_sampler(train_dataset), self.args.seed)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        """As the stock method of a rank."""
+        """Return the sampler of a rank."""
         with self._as_a_rank():
             return super()._get_eval_sampler(eval_dataset)
 
     @contextlib.contextmanager
     def _as_a_rank(self) -> Iterator[None]:
-        """Inside, the arguments say how large the batches of a rank are: rows are grouped by their lengths so."""
+        """Let the arguments have the batch size of a rank inside: rows are grouped by their lengths so."""
         if self.args.train_sampling_strategy != "group_by_length":
             yield
             return
@@ -167,11 +167,11 @@ class _RecordingTrainer(Trainer):
             self.args.per_device_train_batch_size, self.args.per_device_eval_batch_size = before
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **kwargs: Any) -> Any:
-        """As the stock method, which is asked for logits; they are kept here, and go nowhere."""
+        """Evaluate a batch, and keep its logits here alone."""
         seen = dict(inputs)
         kwargs.pop("prediction_loss_only", None)
         loss, logits, _labels = super().prediction_step(model, inputs, False, **kwargs)
-        self.asked.append(seen)
+        self.evaluated.append(seen)
         self.answers.append(logits)
         return loss, None, None
 
@@ -183,14 +183,14 @@ class _Steps(TrainerCallback):
         self.recorder = recorder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Right before the first batch: the model is prepared."""
+        """Note the parameters before the first batch: the model is prepared."""
         if torch.get_default_dtype() == torch.float64:
             recompute_exactly(kwargs["model"])
         self.recorder.start(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the optimizer's step."""
-        self.recorder.stepped(kwargs["model"])
+        """Note the parameters after the optimizer's step."""
+        self.recorder.end_step(kwargs["model"])
 
 
 def _arguments(job: Job, optimizer: str, folder: Path) -> TrainingArguments:
@@ -222,38 +222,39 @@ def _arguments(job: Job, optimizer: str, folder: Path) -> TrainingArguments:
 
 
 def _trainer(job: Job, path: str, optimizer: str) -> None:
-    """A script with a Trainer: train, from the start or from what another process saved, evaluate, save."""
+    """Run a script with a Trainer: train, from the start or from what another process saved, evaluate, save."""
     recorder = _recorder(job, path, optimizer)
     arguments = _arguments(job, optimizer, recorder.folder)
     if job.divides and _parallel():
-        as_on_gpus()
+        allow_sharding_on_cpus()
     trainer = _RecordingTrainer(
         model=load_model(job, parallel=_parallel(), dtype=_dtype(job)),
         args=arguments,
         train_dataset=job.rows,
-        eval_dataset=job.asked,
+        eval_dataset=job.evaluation_rows,
         data_collator=_collator(job),
         callbacks=[_Steps(recorder)],
     )
-    trainer.recorder, trainer.asked, trainer.answers, trainer.counted = recorder, [], [], []
+    trainer.recorder, trainer.evaluated, trainer.answers, trainer.counted = recorder, [], [], []
     trainer.times = job.batch_of(_parallel()) // job.batch_of(True)
     saved = _folder(job, "trainer", optimizer) / "output" / f"checkpoint-{job.saved_at}"
     trainer.train(resume_from_checkpoint=str(saved) if path == "resumed" else None)
     metrics = trainer.evaluate()
     trainer.save_model(str(recorder.folder / "saved"))
-    recorder.logits(_answers(trainer.asked, trainer.answers, job.asked))
+    recorder.logits(_answers(trainer.evaluated, trainer.answers, job.evaluation_rows))
+    rows = [seen_in(batch, job.evaluation_rows) for batch in trainer.evaluated]
     logged = [entry for entry in trainer.state.log_history if "loss" in entry][recorder.after :]
     recorder.close(
         norms=[entry.get("grad_norm") for entry in logged],
         logged=[{name: entry[name] for name in ("loss", "learning_rate")} for entry in logged],
-        evaluation={"loss": metrics["eval_loss"], "rows": [seen_in(batch, job.asked) for batch in trainer.asked]},
+        evaluation={"loss": metrics["eval_loss"], "rows": rows},
         sums_tokens=trainer.model_accepts_loss_kwargs,
         counted=trainer.counted,
     )
 
 
 def _answers(batches: list[dict[str, Any]], logits: list[Any], rows: list[Row]) -> dict[int, Tensor]:
-    """The logits of rows, without padding, by the indices of the rows. Collective where they are DTensors."""
+    """Return the logits of rows, without padding, by the indices of the rows. Collective where they are DTensors."""
     found: dict[int, Tensor] = {}
     for batch, given in zip(batches, logits, strict=True):
         values = given[0] if isinstance(given, (tuple, list)) and given else given
@@ -266,17 +267,16 @@ def _answers(batches: list[dict[str, Any]], logits: list[Any], rows: list[Row]) 
 
 
 def _script(job: Job, path: str, optimizer: str) -> None:
-    """The user's own script, in place of ours."""
+    """Run the user's own script, in place of ours."""
     rank = int(os.environ.get("RANK", 0))
     run_script(job, Recorder(_folder(job, path, optimizer), rank, None), parallel=_parallel())
 
 
 def _loop(job: Job, path: str, optimizer: str) -> None:
-    """A script with Accelerate: the loop of its guide for batches of unequal numbers of tokens."""
+    """Run a script with Accelerate: the loop of its guide for batches of unequal numbers of tokens."""
     recorder = _recorder(job, path, optimizer)
     if job.divides and _parallel():
-        PartialState(cpu=True)
-        as_on_gpus()
+        allow_sharding_on_cpus()
     zero = _zero(job)
     backend = {"kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
     ways: dict[str, Any] = {"gradient_accumulation_steps": job.accumulation, **backend} if zero else {"cpu": True}
@@ -310,12 +310,12 @@ def _loop(job: Job, path: str, optimizer: str) -> None:
         norms.append(norm_of(accelerator.clip_grad_norm_(model.parameters(), norm)))
         trained.step()
         trained.zero_grad()
-        recorder.stepped(bare)
+        recorder.end_step(bare)
     recorder.close(norms=norms, sums_tokens=True)
 
 
 def _loss(model: nn.Module, batch: dict[str, Tensor], tokens: int) -> Tensor:
-    """The losses of a batch's tokens, added up and divided by the number of tokens of all batches."""
+    """Return the losses of a batch's tokens, added up and divided by the number of tokens of all batches."""
     bare: Any = getattr(model, "module", model)
     bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
     kinds = {parameter.kind for parameter in inspect.signature(type(bare).forward).parameters.values()}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.compat.bitsandbytes import saved_form
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.four_bit import FourBit
@@ -110,5 +110,5 @@ def _save_pretrained(
         own: dict[tuple[Any, str], Any] = {}
         if quantizer is not None:
             own = {(quantizer, "get_state_dict_and_metadata"): lambda *_: (state_dict, {})}
-        with replaced(own):
+        with replace_attributes(own):
             original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)

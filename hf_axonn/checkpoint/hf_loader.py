@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.four_bit_loading import is_stored_in_bytes, loading_hooks
 from hf_axonn.checkpoint.lazy_tensors import LazyTensor, Region, read, unread
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.compat.transformers import collected_tensors_are_numbered
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.four_bit import keep_marks
@@ -85,7 +85,7 @@ def distribute_when_built(
         }
         if is_bitsandbytes_available():
             attributes |= loading_hooks(part_of, device)
-        with replaced(attributes):
+        with replace_attributes(attributes):
             yield {"distributed_config": DistributedConfig()}, missing
 
 
@@ -121,7 +121,7 @@ def fill(model: PreTrainedModel, stored: dict[str, Any], part_of: Callable[[DTen
             (core_model_loading, "spawn_materialize"): _read_or_wait,
             (core_model_loading, "set_param_for_module"): copy_part,
         }
-        with replaced(attributes):
+        with replace_attributes(attributes):
             mapping: Any = get_model_conversion_mapping(model)  # Transformers annotates the two unequally
             options = LoadStateDictConfig(weight_mapping=mapping)
             info, _ = core_model_loading.convert_and_load_state_dict_in_model(model, stored, options)

@@ -16,7 +16,7 @@ import torch
 
 
 def is_over(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
-    """Whether a schedule of a given length, such as OneCycleLR, has no step left."""
+    """Return whether a schedule of a given length, such as OneCycleLR, has no step left."""
     total = getattr(scheduler, "total_steps", None)
     return total is not None and scheduler._step_count > total
 
@@ -42,12 +42,12 @@ def prepared_loaders(accelerator) -> list[torch.utils.data.DataLoader]:
 
 
 def registered_objects(accelerator) -> list:
-    """What `register_for_checkpointing` was given."""
+    """Return the objects that `register_for_checkpointing` was given."""
     return accelerator._custom_objects
 
 
 def state_hooks(accelerator, *, saving: bool) -> list:
-    """What `register_save_state_pre_hook`, or `register_load_state_pre_hook`, was given."""
+    """Return the hooks of `register_save_state_pre_hook`, or of `register_load_state_pre_hook`."""
     hooks = accelerator._save_model_state_pre_hook if saving else accelerator._load_model_state_pre_hook
     return list(hooks.values())
 
@@ -60,12 +60,12 @@ def without_autocast(model: torch.nn.Module) -> None:
 
 
 def is_prepared(candidate: object) -> bool:
-    """Whether `prepare` has made this object."""
+    """Return whether `prepare` has made this object."""
     return getattr(candidate, "_is_accelerate_prepared", False)
 
 
 def epoch_being_read() -> tuple[int, int] | None:
-    """Which epoch of which prepared data loader is being read; None outside of them."""
+    """Return the id of the prepared data loader that is being read, and its epoch; None outside of them."""
     state = sys.modules.get("accelerate.state")
     if state is None or not state.GradientState._shared_state:
         return None
@@ -100,8 +100,8 @@ def check_arguments(check: Callable[[Any, dict[str, Any]], None]) -> None:
 
 
 def ranks_sharing_samples() -> int:
-    """How many ranks have the same samples, by Accelerate's parallelism_config: its own tensor, context and sequence
-    parallelism, or a grid's pipe, x and y."""
+    """Return how many ranks have the same samples, by Accelerate's parallelism_config: its own tensor, context and
+    sequence parallelism, or a grid's pipe, x and y."""
     config = parallelism_in_use()[0]
     return 1 if config is None else int(config.non_data_parallel_size)
 
@@ -114,18 +114,19 @@ def forget_state() -> None:
     GradientState._reset_state()
 
 
-def as_on_gpus() -> None:
-    """Let the next `Accelerator` of this process shard and divide models on CPUs: there it knows only
+def allow_sharding_on_cpus() -> None:
+    """Let the next `Accelerator` of this process shard and divide models on CPUs, where it knows only
     DistributedDataParallel. Its state says then that the processes are those of GPUs, while devices and process group
     stay as they are."""
     from accelerate import DistributedType, PartialState
 
+    PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 @contextlib.contextmanager
-def counted_as(processes: int) -> Iterator[None]:
-    """Inside, this process counts as so many for wrappers of accelerate: a scheduler moves as often on."""
+def count_as(processes: int) -> Iterator[None]:
+    """Let this process count as several for wrappers of accelerate inside: a scheduler moves as often on."""
     from accelerate.state import AcceleratorState, PartialState
 
     states = [PartialState._shared_state, AcceleratorState._shared_state]

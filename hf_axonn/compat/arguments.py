@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # overloaded in the stubs
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """As argparse, which calls this for subcommands as well; options are spelt as they are listed first."""
+        """Parse as argparse does, for subcommands as well; options are spelt as they are listed first."""
         words = sys.argv[1:] if args is None else args
         if not words and self._subparsers is not None:
             self.print_help(sys.stderr)

@@ -2,7 +2,7 @@
 
 is_four_bit(module)       whether it is a Linear4bit
 parts_of(weight)          codes and scales of a quantized weight; saved_form(parts, shape): as they are saved
-quantized, dequantized    its own kernels, on the device of the tensor
+quantize, dequantize      its own kernels, on the device of the tensor
 scales_in_8_bits          its double quantization
 """
 
@@ -21,7 +21,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_four_bit(module: nn.Module) -> bool:
-    """Whether a module is one of bitsandbytes' 4-bit Linears. Others of its classes are not."""
+    """Return whether a module is one of bitsandbytes' 4-bit Linears. Others of its classes are not."""
     library = getattr(sys.modules.get("bitsandbytes"), "nn", None)
     return library is not None and type(module) in (library.Linear4bit, library.LinearNF4, library.LinearFP4)
 
@@ -100,7 +100,7 @@ def saved_form(parts: Parts, shape: tuple[int, int]) -> dict[str, Tensor]:
     return {"": parts.codes.view(-1, 1)} | {f".{key}": value for key, value in state.as_dict(packed=True).items()}
 
 
-def quantized(values: Tensor, block: int, quant_type: str) -> tuple[Tensor, Tensor]:
+def quantize(values: Tensor, block: int, quant_type: str) -> tuple[Tensor, Tensor]:
     """[n, k], k a multiple of the block -> (codes [n * k / 2], float32 scales [n * k / block])."""
     from bitsandbytes.functional import quantize_4bit
 
@@ -111,7 +111,7 @@ def quantized(values: Tensor, block: int, quant_type: str) -> tuple[Tensor, Tens
     return codes.view(-1), state.absmax.view(-1)
 
 
-def dequantized(
+def dequantize(
     codes: Tensor, scales: Tensor, shape: tuple[int, int], block: int, quant_type: str, dtype: torch.dtype
 ) -> Tensor:
     """The numbers [n, k] = `shape` of codes and float32 scales, made in a kernel's dtype; float64 out of float32."""

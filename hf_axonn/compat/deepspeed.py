@@ -1,4 +1,4 @@
-"""What a rank of DeepSpeed's ZeRO holds, by private names; DeepSpeed itself is not imported.
+"""Parts of parameters that a rank of DeepSpeed's ZeRO holds, by private names; DeepSpeed itself is not imported.
 
 ZeRO-1 and ZeRO-2 give every rank a part of the flat list of all parameters, whose fp32 numbers and gradients it alone
 has, beside a whole copy of the model; ZeRO-3 gives it a part of every parameter, and of the copy. Both are read where
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a parameter: the shape of the whole, where the part begins in it, flat, and its values."""
+    """A rank's part of a parameter: the shape of the whole, where the part begins in it, flat, and its values."""
 
     shape: tuple[int, ...]
     start: int
@@ -27,12 +27,12 @@ class Part:
 
 
 def is_divided(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO gives parts of a parameter to ranks."""
+    """Return whether ZeRO gives parts of a parameter to ranks."""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
 def part_of(parameter: Any, *, gradients: bool) -> Part | None:
-    """What this rank alone holds of a divided parameter in fp32, or of its gradient; None: nothing.
+    """Return this rank's own part of a divided parameter in fp32, or of its gradient; None: it has none.
 
     Raises:
         ValueError: DeepSpeed has other numbers of gradients than of parameters.
@@ -56,20 +56,20 @@ def _part_of_zero3(parameter: Any, gradients: bool) -> Part | None:
     if not parameter.requires_grad:
         return None if gradients else _part(parameter, parameter.ds_tensor)
     optimizer = parameter._z3_optimizer
-    found = optimizer.get_local_fp32_grad_for_param if gradients else optimizer.get_local_fp32_param
-    return _part(parameter, found(parameter))
+    read = optimizer.get_local_fp32_grad_for_param if gradients else optimizer.get_local_fp32_param
+    return _part(parameter, read(parameter))
 
 
 def _part(parameter: Any, values: Tensor) -> Part | None:
-    """Of the flat parameter, which is filled up so that every rank has as much, this rank's part."""
+    """Return this rank's part of the flat parameter, which is filled up so that every rank has as much."""
     start = torch.distributed.get_rank() * parameter.ds_tensor.ds_numel
     size = min(values.numel(), parameter.ds_numel - start)
     return Part(tuple(parameter.ds_shape), start, values.flatten()[:size]) if size > 0 else None
 
 
 def copies_of(parameter: Any) -> Iterator[Part]:
-    """What this rank's model has of a divided parameter, in its own dtype: of ZeRO-1 and ZeRO-2 all of it, of ZeRO-3 a
-    part, and all of it where that is kept."""
+    """Yield what this rank's model has of a divided parameter, in its own dtype: all of it in ZeRO-1 and ZeRO-2, a
+    part in ZeRO-3, and there all of it too where that is kept."""
     if not hasattr(parameter, "ds_id"):
         yield Part(tuple(parameter.shape), 0, parameter.detach().flatten())
         return

@@ -1,4 +1,4 @@
-"""What the extras of setup.cfg bring, and one sentence where a part of one is not installed."""
+"""The packages of the extras of setup.cfg, and one sentence where some are not installed."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from packaging.requirements import Requirement
 
 
 def missing(*extras: str) -> list[str]:
-    """The packages of these extras that are not installed, sorted; [] where this package is not installed itself."""
+    """Return the packages of these extras that are not installed, sorted; [] where this package is not, either."""
     try:
-        wanted = [Requirement(text) for text in requires("hf_axonn") or ()]
+        required = [Requirement(text) for text in requires("hf_axonn") or ()]
     except PackageNotFoundError:
         return []
     found: set[str] = set()
     for extra in extras:
-        for item in wanted:
+        for item in required:
             if item.marker is None or not item.marker.evaluate({"extra": extra}):
                 continue
             if item.name.replace("-", "_") == "hf_axonn":
                 found.update(missing(*item.extras))
-            elif not _installed(item.name):
+            elif not _is_installed(item.name):
                 found.add(item.name)
     return sorted(found)
 
 
 def lacking(extra: str, *parts: str) -> str:
-    """That packages of an extra are not installed, and what to do; empty if they all are.
+    """Return a sentence on packages of an extra that are not installed, and what to do; empty if they all are.
 
     Args:
-        extra: what is to be installed.
+        extra: the extra to install.
         parts: the extras that are looked at, if not all that `extra` brings.
     """
     names = missing(*(parts or (extra,)))
@@ -38,7 +38,7 @@ def lacking(extra: str, *parts: str) -> str:
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not installed: pip install 'hf_axonn[{extra}]'"
 
 
-def _installed(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         version(name)
     except PackageNotFoundError:

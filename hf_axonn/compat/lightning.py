@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def subprocess_launcher(strategy: Any, *, of_trainer: bool) -> Any:
-    """What starts the script anew for each further rank of this node, for Lightning's Trainer or its Fabric."""
+    """Return what starts the script again for each further rank of this node, for Lightning's Trainer or Fabric."""
     package = "pytorch" if of_trainer else "fabric"
     module = import_module(f"lightning.{package}.strategies.launchers.subprocess_script")
     return module._SubprocessScriptLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
@@ -53,17 +53,17 @@ def gather_tensor(value: Tensor, group: Any, *, with_gradients: bool) -> Tensor:
 
 
 def finish_closure(precision: Any, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What a precision plugin of the Trainer does between backward and step: hooks, and clipping."""
+    """Call the hooks and the clipping of a precision plugin of the Trainer between backward and step."""
     precision._after_closure(module, optimizer)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` was called on a module, or on the whole LightningModule."""
+    """Return whether `torch.compile` was called on a module, or on the whole LightningModule."""
     return getattr(module, "_compiler_ctx", None) is not None or hasattr(module, "_orig_mod")
 
 
 def sync_control() -> type:
-    """The class of what a strategy of Fabric has as `_backward_sync_control`."""
+    """Return the class of a Fabric strategy's `_backward_sync_control`."""
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
     return _BackwardSyncControl

@@ -1,4 +1,4 @@
-"""What hf_axonn and hf_axonn_eval say in a run, at the level that Transformers and Accelerate are set to.
+"""Messages of hf_axonn and hf_axonn_eval in a run, at the level that Transformers and Accelerate are set to.
 
     logger = get_logger(__name__)
 
@@ -23,7 +23,7 @@ class _Follower(logging.Logger):
 
     @property
     def level(self) -> int:
-        return self.__dict__["level"] or _followed()
+        return self.__dict__["level"] or _read_level()
 
     @level.setter
     def level(self, value: int) -> None:
@@ -31,7 +31,7 @@ class _Follower(logging.Logger):
 
 
 class _Stderr(logging.StreamHandler):
-    """As `logging.lastResort`, at any level: it prints where the program has set up nothing."""
+    """A handler like `logging.lastResort`, at any level: it prints where the program has set up nothing."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.root.handlers:
@@ -66,7 +66,7 @@ def printed_on_first_rank() -> Iterator[None]:
         raise
 
 
-def _followed() -> int:
+def _read_level() -> int:
     level = logging.getLevelName(os.environ.get("ACCELERATE_LOG_LEVEL", "").upper())
     if isinstance(level, int):
         return level

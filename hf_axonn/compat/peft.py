@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.compat.post_import import after_import
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 
 
 def without_peft(model: nn.Module) -> nn.Module:
@@ -77,7 +77,7 @@ def let_load_state_dict_shard() -> None:
 
 @contextlib.contextmanager
 def sized_by_full_weights() -> Iterator[None]:
-    """While inside, LoRA of a Linear has the sizes of its full weight; PEFT 0.20 takes those of a shard."""
+    """Give LoRA of a Linear the sizes of its full weight inside; PEFT 0.20 takes those of a shard."""
     from peft.tuners.lora.layer import LoraLayer
 
     original = LoraLayer._get_in_out_features
@@ -85,12 +85,12 @@ def sized_by_full_weights() -> Iterator[None]:
     def sizes(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
         return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else original(self, module)
 
-    with replaced({(LoraLayer, "_get_in_out_features"): sizes}):
+    with replace_attributes({(LoraLayer, "_get_in_out_features"): sizes}):
         yield
 
 
 def output_comes_first(layer: nn.Module) -> bool:
-    """Whether a parameter that PEFT adapts by itself is [out, in], or [E, out, in], rather than [E, in, out]."""
+    """Return whether a parameter that PEFT adapts by itself is [out, in] or [E, out, in], and not [E, in, out]."""
     return layer.num_experts == 1 or layer._did_swap_in_out_features
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 
 
 def pipeline_schedule(
@@ -22,7 +22,7 @@ def pipeline_schedule(
     weight_gradients: Callable[[], Callable[[], None]],
     begins: Callable[[str, int, int], None],
 ) -> Any:
-    """A schedule of torch.distributed.pipelining over this rank's stages, whose last one returns a loss.
+    """Make a schedule of torch.distributed.pipelining over this rank's stages, whose last one returns a loss.
 
     Args:
         name: one of config.SCHEDULES.
@@ -33,7 +33,7 @@ def pipeline_schedule(
     """
     from torch.distributed import pipelining
 
-    def told(method: Callable[..., Any], kind: str, index: int) -> Callable[..., Any]:
+    def announce(method: Callable[..., Any], kind: str, index: int) -> Callable[..., Any]:
         def call(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
             begins(kind, index, micro_batch)
             return method(micro_batch, *args, **kwargs)
@@ -60,7 +60,7 @@ def pipeline_schedule(
         _receive_on_demand(stage)
         for method in ("forward", "backward", "backward_weight"):
             original = getattr(stage, f"{method}_one_chunk")
-            setattr(stage, f"{method}_one_chunk", told(original, method, stage.stage_index))
+            setattr(stage, f"{method}_one_chunk", announce(original, method, stage.stage_index))
     classes: dict[str, Any] = {
         "gpipe": pipelining.ScheduleGPipe,
         "1f1b": pipelining.Schedule1F1B,
@@ -84,10 +84,10 @@ def _receive_on_demand(stage: Any) -> None:
     emptied = False
 
     def move(table: dict, micro_batch: int, device: torch.device | str) -> None:
-        for its in table.get(micro_batch, ()):
-            buffer = getattr(its, "buffer", None)  # what the whole model is given comes through none
+        for info in table.get(micro_batch, ()):
+            buffer = getattr(info, "buffer", None)  # what the whole model is given comes through none
             if buffer is not None and buffer.device.type != torch.device(device).type:
-                its.buffer = torch.empty_like(buffer, device=device).requires_grad_(buffer.requires_grad)
+                info.buffer = torch.empty_like(buffer, device=device).requires_grad_(buffer.requires_grad)
 
     def release(micro_batch: int) -> None:
         for table in tables.values():
@@ -109,11 +109,11 @@ def _receive_on_demand(stage: Any) -> None:
         setattr(stage, name, with_room(getattr(stage, name), table))
     backward = stage.backward_one_chunk
 
-    def released(micro_batch: int, *args: Any, **kwargs: Any) -> None:
+    def backward_and_release(micro_batch: int, *args: Any, **kwargs: Any) -> None:
         backward(micro_batch, *args, **kwargs)
         release(micro_batch)  # what is sent on of it is held by `bwd_cache`
 
-    stage.backward_one_chunk = released
+    stage.backward_one_chunk = backward_and_release
 
 
 def run_schedule(
@@ -137,6 +137,6 @@ def run_schedule(
         stage.clear_runtime_states()
         stage.has_backward = True
     calls = [{"micro_batch": number} for number in range(micro_batches)]
-    with replaced({(schedules, "_wait_batch_p2p"): wait_inside}):
+    with replace_attributes({(schedules, "_wait_batch_p2p"): wait_inside}):
         schedule._step_microbatches([()] * micro_batches, calls, [None] * micro_batches, losses, return_outputs=False)
     return losses

@@ -8,8 +8,8 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def replaced(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """While inside, attributes have other values: (owner, name) -> value. What was inherited is inherited again."""
+def replace_attributes(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Give attributes other values inside: (owner, name) -> value. What was inherited is inherited again."""
     before = {(owner, name): vars(owner)[name] for owner, name in values if name in vars(owner)}
     try:
         for (owner, name), value in values.items():

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 
 
 OperatorMode = TorchDispatchMode  # sees operators below autograd, forward and backward
@@ -48,7 +48,7 @@ def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tens
 
 
 def offsets_of(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's part of a DTensor begins in the whole, as torch's own checkpoints find it."""
+    """Return where this rank's part of a DTensor begins in the whole, as torch's own checkpoints find it."""
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets)
 
@@ -115,7 +115,7 @@ def default_device_type() -> str:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread."""
+    """Return whether autograd is running a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -141,7 +141,7 @@ def shard_in(tensor: DTensor) -> torch.Tensor:
 
 
 def placement_of(tensor: DTensor) -> object:
-    """For `like_dtensor`: how a DTensor lies on its mesh."""
+    """Return how a DTensor lies on its mesh, for `like_dtensor`."""
     return tensor._spec
 
 
@@ -178,12 +178,12 @@ def set_dtype(parameter: DTensor, dtype: torch.dtype) -> None:
 
 
 def apply_of_class(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """What `module.to` and others do to a module, where an instance has a method in place of it."""
+    """Do to a module what `module.to` and others do, where an instance has a method in place of it."""
     return type(module)._apply(module, *args, **kwargs)
 
 
 def version_of(parameter: DTensor) -> int:
-    """How often the values of a DTensor have been changed in place: as a whole, or this rank's shard by itself.
+    """Return how often the values of a DTensor have been changed in place: as a whole, or this rank's shard by itself.
 
     torch counts a call on the DTensor for the DTensor alone, and one on the shard for the shard alone.
     """
@@ -204,7 +204,7 @@ def unseen_by_checkpoints() -> contextlib.AbstractContextManager:
 
 
 def changes_of(tensor: torch.Tensor) -> int:
-    """How often the values of a plain tensor have been changed in place; nobody counts those of inference tensors."""
+    """Return how often a plain tensor has been changed in place; nobody counts changes of inference tensors."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -227,12 +227,12 @@ def assert_on_device(condition: torch.Tensor, message: str) -> None:
 
 
 def is_dropout(module: torch.nn.Module) -> bool:
-    """Whether it is one of torch's dropouts."""
+    """Return whether it is one of torch's dropouts."""
     return isinstance(module, torch.nn.modules.dropout._DropoutNd)
 
 
 def saved_tensors_have_hooks() -> bool:
-    """Whether something decides what autograd keeps here (a checkpointed layer, offloading to the CPU)."""
+    """Return whether something decides what autograd keeps here (a checkpointed layer, offloading to the CPU)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -317,7 +317,7 @@ def make_group(ranks: Sequence[int], label: str, *, seconds: float, options: obj
     before = sum(name.startswith(f"{label}:") for name in distributed_c10d._world.pg_names.values())
     name = f"{label}:{before}:{ranks[0]}"
     names = {"_process_group_name": lambda *_, **__: name, "_process_group_color": lambda *_: ranks[0] + 1}
-    with replaced({(distributed_c10d, each): function for each, function in names.items()}):
+    with replace_attributes({(distributed_c10d, each): function for each, function in names.items()}):
         return torch.distributed.new_group(
             list(ranks),
             timeout=timedelta(seconds=seconds),
@@ -337,7 +337,7 @@ def groups_with_timeout(seconds: float) -> Iterator[None]:
     from torch.distributed import distributed_c10d
 
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
-    with replaced({(distributed_c10d, name): timedelta(seconds=seconds) for name in names}):
+    with replace_attributes({(distributed_c10d, name): timedelta(seconds=seconds) for name in names}):
         yield
 
 
@@ -356,7 +356,7 @@ def watch_store() -> torch.distributed.Store:
 
 
 def store_outlives_ranks() -> bool:
-    """Whether the store is kept by the launcher, or on disk, and not by rank 0."""
+    """Return whether the store is kept by the launcher, or on disk, and not by rank 0."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     store = _get_default_store()
@@ -368,7 +368,7 @@ def store_outlives_ranks() -> bool:
 
 
 def ask_class_for_step(optimizer: torch.optim.Optimizer) -> None:
-    """After an optimizer got another class: a learning rate schedule may have wrapped the step of the old one."""
+    """Let an optimizer step by its new class: a learning rate schedule may have wrapped the step of the old one."""
     if "step" not in vars(optimizer):
         return
 
@@ -406,7 +406,7 @@ def around_step(
 
 
 def can_be_packed(weight: torch.Tensor) -> bool:
-    """Whether this torch and this processor have a `packed_product` for a weight."""
+    """Return whether this torch and this processor have a `packed_product` for a weight."""
     operators = torch.ops.mkldnn
     names = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
@@ -462,4 +462,4 @@ def write_allocations(path: str) -> None:
 
 def when_out_of_memory(function: Callable[[], object]) -> None:
     """Call a function when CUDA's allocator finds no memory, before the error is raised."""
-    cast(Any, torch._C)._cuda_attach_out_of_memory_observer(lambda device, asked, total, free: function())
+    cast(Any, torch._C)._cuda_attach_out_of_memory_observer(lambda device, requested, total, free: function())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from packaging.version import Version
 from torch import Tensor, nn
 
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.compat.torch import groups_with_timeout
 
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def progress_bars(shown: bool) -> contextlib.AbstractContextManager[None]:
-    """While inside, Transformers draws its progress bars only if `shown`: those of several ranks are one muddle."""
+    """Let Transformers draw its progress bars inside only if `shown`: those of several ranks are one muddle."""
     from transformers.utils import logging
 
-    return contextlib.nullcontext() if shown else replaced({(logging, "_tqdm_active"): False})
+    return contextlib.nullcontext() if shown else replace_attributes({(logging, "_tqdm_active"): False})
 
 
 def input_embedding(model: nn.Module) -> nn.Module | None:
@@ -101,12 +101,12 @@ def wrap_checkpointing(layer: nn.Module, wrap: Callable[[Callable], Callable]) -
 
 
 def multiplies_in_groups(experts: nn.Module) -> bool:
-    """Whether `in_groups` may stand for an experts module's forward: its config asks for one matmul for all experts.
+    """Return whether `in_groups` may be an experts module's forward: its config asks for one matmul for all experts.
 
     "batched_mm" is what `generate` makes of "grouped_mm" for a while, on GPUs.
     """
-    asked = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    return hasattr(experts, "_is_expert_parallel") and asked in ("grouped_mm", "batched_mm")
+    name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return hasattr(experts, "_is_expert_parallel") and name in ("grouped_mm", "batched_mm")
 
 
 def in_groups(experts: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
@@ -117,13 +117,13 @@ def in_groups(experts: nn.Module, hidden: Tensor, choices: Tensor, weights: Tens
     """
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    with replaced({(experts, "_is_expert_parallel"): True}):
+    with replace_attributes({(experts, "_is_expert_parallel"): True}):
         return grouped_mm_experts_forward(experts, hidden, choices, weights)
 
 
 @functools.cache
 def checkpoints_in_forward() -> bool:
-    """Whether a layer's forward makes the checkpoint; up to 5.22 its call does, around whatever is its forward."""
+    """Return whether a layer's forward makes the checkpoint; up to 5.22 its call does, around any forward."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return "__call__" not in vars(GradientCheckpointingLayer)
@@ -141,7 +141,7 @@ def checkpointed_forward(layer: nn.Module) -> Callable | None:
 
 @functools.cache
 def collected_tensors_are_numbered() -> bool:
-    """Whether the loader numbers every tensor that a converter collects; up to 5.20 only those that it stacks."""
+    """Return whether the loader numbers every tensor that a converter collects; up to 5.20 those that it stacks."""
     from transformers import __version__
 
     return Version(__version__) >= Version("5.21.dev0")
@@ -185,12 +185,12 @@ def compute_where_launched() -> None:
 def save_on_every_rank(trainer, directory: str, save_model: Callable[[], None]) -> None:
     """Trainer's `_save`, then what else its `save_model` does, which up to 5.22 saves on one rank alone."""
     type(trainer)._save(trainer, directory)  # not that of the instance: to push, `save_model` comes here once more
-    with replaced({(trainer, "_save"): lambda *_, **__: None}):
+    with replace_attributes({(trainer, "_save"): lambda *_, **__: None}):
         save_model()
 
 
 def has_causal_lm_loss(model: nn.Module) -> bool:
-    """Whether the model takes Transformers' causal LM loss, which ours may then replace."""
+    """Return whether the model takes Transformers' causal LM loss, which ours may then replace."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     try:
@@ -200,8 +200,8 @@ def has_causal_lm_loss(model: nn.Module) -> bool:
 
 
 def masks_read_positions(model: nn.Module) -> bool:
-    """Whether a model's own code passes `position_ids` to the functions that make its attention masks. A model without
-    source code, or of another library, is taken to do so."""
+    """Return whether a model's own code passes `position_ids` to the functions that make its attention masks. A model
+    without source code, or of another library, is taken to do so."""
     from transformers import PreTrainedModel
 
     files = {type(each).__module__ for each in model.modules() if isinstance(each, PreTrainedModel)}
@@ -226,6 +226,6 @@ def _masks_read_positions(module: str) -> bool:
 
 
 def from_config_of(kind: type[PreTrainedModel]) -> Callable[..., PreTrainedModel]:
-    """What `from_config` of an Auto class calls for a class of models."""
+    """Return the function that `from_config` of an Auto class calls for a class of models."""
     found: Callable[..., PreTrainedModel] = kind._from_config
     return found

@@ -31,7 +31,7 @@ def check_versions(*libraries: str) -> None:
 
 
 def refusal(*libraries: str) -> str:
-    """What `check_versions` says; empty if nothing is refused."""
+    """Return the message of `check_versions`; empty if nothing is refused."""
     try:
         found = [item for item in requirements(*(libraries or NEEDED)) if outside(item)]
     except PackageNotFoundError:
@@ -52,7 +52,7 @@ def refusal(*libraries: str) -> str:
 
 
 def requirements(*libraries: str) -> list[Requirement]:
-    """What the metadata of this package requires of these libraries, of those in OPTIONAL in extras.
+    """Return the requirements of these libraries in this package's metadata, of those in OPTIONAL in extras.
 
     An extra may ask for less of a needed library, by what can be installed with it; that refuses nothing.
 

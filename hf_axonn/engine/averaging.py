@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 
 
 class GradientAveraging:
@@ -53,12 +53,12 @@ class GradientAveraging:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Leave the gradients of passes that begin inside as each rank has them."""
-        return replaced({(self, "_unsynced"): True})
+        return replace_attributes({(self, "_unsynced"): True})
 
     def force_sync(self) -> AbstractContextManager[None]:
         """Average the gradients of the last pass, though it began in `no_sync`, in a backward pass inside."""
-        return replaced({(self, "averages"): True})
+        return replace_attributes({(self, "averages"): True})
 
     def by_caller(self) -> AbstractContextManager[None]:
         """Leave it to the caller to average after the backward passes inside."""
-        return replaced({(self, "_by_itself"): False})
+        return replace_attributes({(self, "_by_itself"): False})

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens
@@ -147,12 +147,12 @@ class PassContext:
 
     def with_tokens(self, tokens: Tokens | None) -> AbstractContextManager[None]:
         """Set `tokens` inside: a layer that is recomputed needs those of its own first pass."""
-        return replaced({(self, "tokens"): tokens})
+        return replace_attributes({(self, "tokens"): tokens})
 
     def with_seed(self, seed: int | None, count: int) -> AbstractContextManager[None]:
         """Let a `keyed_random` inside derive its seed from this one, as the one after `count` others; None: from the
         generator."""
-        return replaced({(self, "random_seed"): seed, (self, "random_count"): count})
+        return replace_attributes({(self, "random_seed"): seed, (self, "random_count"): count})
 
     def count_random(self) -> int:
         """Count a nested `keyed_random`, and return its number."""
@@ -162,16 +162,16 @@ class PassContext:
     def snapshot(self) -> Callable[[], AbstractContextManager[None]]:
         """Return what puts the tokens and the seed of now back for the time of a block, when a layer runs again."""
         now = {(self, name): getattr(self, name) for name in ("tokens", "random_seed", "random_count")}
-        return partial(replaced, now)
+        return partial(replace_attributes, now)
 
     def running(self, stage: StagePass) -> AbstractContextManager[None]:
         """Set `stage` inside: the stage of a pipeline that runs."""
-        return replaced({(self, "stage"): stage})
+        return replace_attributes({(self, "stage"): stage})
 
     def deferring(self) -> AbstractContextManager[None]:
         """Let backward passes inside leave the computation of weight gradients to those who take them
         (`take_deferred`, `matmul3d.finish_deferred`)."""
-        return replaced({(self, "deferred"): []})
+        return replace_attributes({(self, "deferred"): []})
 
     def take_deferred(self) -> list[partial[list[Tensor]]]:
         """Return what backward passes have left since this was called last."""
@@ -181,8 +181,8 @@ class PassContext:
 
     def own_items(self) -> AbstractContextManager[None]:
         """Take the num_items_in_batch of passes inside as those of this (data, z) alone."""
-        return replaced({(self, "items_of_all"): False})
+        return replace_attributes({(self, "items_of_all"): False})
 
     def multiplied_shares(self, factor: int) -> AbstractContextManager[None]:
         """Multiply losses for num_items_in_batch inside (losses/shares.py)."""
-        return replaced({(self, "share_factor"): factor})
+        return replace_attributes({(self, "share_factor"): factor})

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.compat.bitsandbytes import Parts, dequantized, quantized, scales_in_8_bits
+from hf_axonn.compat.bitsandbytes import Parts, dequantize, quantize, scales_in_8_bits
 from hf_axonn.compat.torch import apply_of_class
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import sharded_dims
@@ -111,7 +111,7 @@ class FourBit:
 
     def quantize(self, values: Tensor) -> Tensor:
         """A part [n, k] of the weight, whole blocks of each row -> its bytes."""
-        return self.pack(*quantized(values, self.block, self.quant_type), len(values))
+        return self.pack(*quantize(values, self.block, self.quant_type), len(values))
 
     def numbers(self, stored: Tensor, dtype: torch.dtype, first: tuple[int, int] = (0, 0)) -> Tensor:
         """The bytes of a part [n, ...] of the weight -> its numbers [n, k].
@@ -129,7 +129,7 @@ class FourBit:
             scales = self.second.first_scales(scales.squeeze(2), first, self.cols // self.block)
         shape = rows, blocks.shape[1] * self.block
         codes = blocks[..., :half].reshape(-1)
-        return dequantized(codes, scales.reshape(-1), shape, self.block, self.quant_type, dtype)
+        return dequantize(codes, scales.reshape(-1), shape, self.block, self.quant_type, dtype)
 
     def with_second_scales(self, stored: Tensor, scales: Tensor, part: tuple[slice, slice]) -> Tensor:
         """Quantize the scales, too: the bytes [n, ...] of a part of the weight as they are then.

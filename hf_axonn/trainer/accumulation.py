@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_axonn.compat.messages import get_logger
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
@@ -81,7 +81,7 @@ def _runs_together(trainer, model: nn.Module, step: AccumulatedStep) -> bool:
 def _loss(trainer, original: Callable, model: nn.Module, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Return the loss on which the stock `training_step` calls backward."""
     found: list[Tensor] = []
-    with replaced({(trainer.accelerator, "backward"): lambda loss, **_: found.append(loss)}):
+    with replace_attributes({(trainer.accelerator, "backward"): lambda loss, **_: found.append(loss)}):
         original(model, dict(batch), *args, **kwargs)
     return found[0]
 

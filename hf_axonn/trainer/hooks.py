@@ -19,7 +19,7 @@ from torch import nn
 
 from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.compat.post_import import after_import
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.compat.transformers import compute_where_launched, pass_on_ddp_timeout
 from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_ranks
 from hf_axonn.distributed.mesh import SAME_SAMPLES
@@ -172,7 +172,7 @@ def call_model_init(self, original: Callable, *args, **kwargs) -> nn.Module:
 def _get_num_items_in_batch(self, original: Callable, *args, **kwargs):
     """Keep Trainer from dividing its count by the ranks that share samples, which `gather` counts once (up to 5.22 it
     divides to an integer)."""
-    with replaced({(self, "get_tp_size"): lambda: 1} if _plugin(self) is not None else {}):
+    with replace_attributes({(self, "get_tp_size"): lambda: 1} if _plugin(self) is not None else {}):
         return original(*args, **kwargs)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hf_axonn.checkpoint.export import export_hf, remove_ordinary
 from hf_axonn.checkpoint.manifest import MANIFEST, SHARDS, is_sharded_checkpoint, read_manifest
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.compat.transformers import save_on_every_rank
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.distributed.consistency import first_problem
@@ -34,7 +34,7 @@ TOTAL = re.compile(r"(total_(?:train|eval)_batch_size: )(\d+)")
 
 def push_to_hub(self, original: Callable, *args, **kwargs):
     """Upload the output directory, in which the model is saved as ordinary files."""
-    with replaced({(self, "_axonn_ordinary"): True, (PROGRESS, "work"): ""}):
+    with replace_attributes({(self, "_axonn_ordinary"): True, (PROGRESS, "work"): ""}):
         result = original(*args, **kwargs)
     _wait_for_rank_0(self)
     return result
@@ -94,7 +94,7 @@ def _push_from_checkpoint(self, original: Callable, checkpoint_folder: str) -> N
 
 def _finish_current_push(self, original: Callable) -> None:
     """Finish the upload; at the end of training every rank calls this, and waits for rank 0."""
-    with replaced({(PROGRESS, "work"): "uploads to the hub"}):
+    with replace_attributes({(PROGRESS, "work"): "uploads to the hub"}):
         original()
     if not getattr(self, "_axonn_ordinary", False):
         _wait_for_rank_0(self)

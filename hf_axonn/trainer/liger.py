@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from hf_axonn.compat.peft import without_peft
-from hf_axonn.compat.replaced import replaced as replaced_attributes
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.layers.base import moved_inside, replaced
@@ -99,7 +99,7 @@ def apply_liger_kernel(original: Callable, model: nn.Module, kernel_config: dict
     decoder = getattr(inner, inner.base_model_prefix, inner)
     modeling = sys.modules[type(decoder).__module__]
     classes = {(modeling, name): value for name, value in vars(modeling).items() if isinstance(value, type)}
-    with moved_inside(inner), replaced_attributes(classes), replaced(decoder._modules, _drop_other_stages(decoder)):
+    with moved_inside(inner), replace_attributes(classes), replaced(decoder._modules, _drop_other_stages(decoder)):
         return original(model, settings)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from hf_axonn.compat.accelerate import parallelism_in_use
 from hf_axonn.compat.post_import import after_import
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.topology.grid import Grid
@@ -70,7 +70,7 @@ def _post_init(self: Any, original: Callable) -> None:
     counted: dict[tuple[Any, str], Any] = {}
     if grid is not None and grid.size > 1:
         counted[type(self), "world_size"] = property(lambda _: grid.dp_size)
-    with replaced(counted):
+    with replace_attributes(counted):
         original(self)
 
 
@@ -100,7 +100,7 @@ def _among_dp_ranks(module: Any, original: Callable) -> Callable:
         values: dict[tuple[Any, str], Any] = {(accelerator, "counts_processes"): False}
         values[module, "gather"] = accelerator.gather
         values[module, "gather_object"] = lambda objects: gather_object(accelerator.own_objects(objects))
-        with replaced(values):
+        with replace_attributes(values):
             return original(self, *args, **kwargs)
 
     return method

@@ -14,9 +14,10 @@ from torch import nn
 
 from hf_axonn.certificate import watching
 from hf_axonn.certificate.float64 import without_noise
-from hf_axonn.certificate.loaders import Loading, _Collated, _Draws, _joined, drawn_alike
-from hf_axonn.certificate.mixture import Mixture, Share, mixture_of, name_mixtures, other_losses
-from hf_axonn.certificate.pieces import Piece
+from hf_axonn.certificate.hypotheses import MicroBatch
+from hf_axonn.certificate.loaders import Draws, LoaderPatches, PositionCollator, draw_alike, join_batches
+from hf_axonn.certificate.mixture import Mixture, describe_mixtures, find_mixture, find_other_losses
+from hf_axonn.certificate.shards import Shard
 
 
 GROUPS = [[0], [1]]
@@ -32,12 +33,12 @@ exec(compile(f"\\n\\n{name}()", "/home/train.py", "exec"))
 """
 
 
-def made_shares() -> list[list[Share]]:
+def made_batches() -> list[list[MicroBatch]]:
     """Of two positions, two micro-batches each."""
     generator = torch.Generator().manual_seed(0)
     return [
         [
-            Share(
+            MicroBatch(
                 {"a": torch.randn(4, 3, generator=generator, dtype=torch.float64)}, 2.0 + index + place, 5, 5 + place
             )
             for index in range(2)
@@ -47,54 +48,56 @@ def made_shares() -> list[list[Share]]:
 
 
 def gradient_of(
-    shares: list[list[Share]], weights: list[list[float]], kept: torch.Tensor | None = None
-) -> list[Piece]:
+    positions: list[list[MicroBatch]], weights: list[list[float]], kept: torch.Tensor | None = None
+) -> list[Shard]:
     """The lower half of a gradient that consists of these."""
-    tokens = sum(share.counted for batches in shares for share in batches)
+    tokens = sum(batch.counted for batches in positions for batch in batches)
     whole = sum(
-        share.gradient["a"] * weight / tokens
-        for batches, of in zip(shares, weights, strict=True)
-        for share, weight in zip(batches, of, strict=True)
+        batch.gradients["a"] * weight / tokens
+        for batches, of in zip(positions, weights, strict=True)
+        for batch, weight in zip(batches, of, strict=True)
     )
-    return [Piece("a", (4, 3), (2, 0), (whole if kept is None else whole + kept)[2:])]
+    return [Shard("a", (4, 3), (2, 0), (whole if kept is None else whole + kept)[2:])]
 
 
 def test_weights_of_a_gradient_are_found():
-    shares = made_shares()
-    right = mixture_of(gradient_of(shares, [[1, 1], [1, 1]]), [], shares)
+    positions = made_batches()
+    right = find_mixture(gradient_of(positions, [[1, 1], [1, 1]]), [], positions)
     assert right.right
-    left = mixture_of(gradient_of(shares, [[1, 1], [0, 1]]), [], shares)
-    assert name_mixtures([left, left], shares, GROUPS) == "the gradients are without micro-batch 1 of rank(s) 1"
+    left = find_mixture(gradient_of(positions, [[1, 1], [0, 1]]), [], positions)
+    assert describe_mixtures([left, left], positions, GROUPS) == "the gradients are without micro-batch 1 of rank(s) 1"
     old = torch.ones(4, 3, dtype=torch.float64)
-    kept = mixture_of(gradient_of(shares, [[1, 1], [1, 1]], 0.25 * old), [Piece("a", (4, 3), (2, 0), old[2:])], shares)
-    assert kept.kept == pytest.approx(0.25) and "times 0.25: they were not set to zero" in name_mixtures(
-        [kept], shares, GROUPS
+    kept = find_mixture(
+        gradient_of(positions, [[1, 1], [1, 1]], 0.25 * old), [Shard("a", (4, 3), (2, 0), old[2:])], positions
     )
-    assert mixture_of([Piece("a", (4, 3), (2, 0), old[2:])], [], shares) is None
-    said = name_mixtures([right, left], shares, GROUPS)
+    assert kept.kept == pytest.approx(0.25) and "times 0.25: they were not set to zero" in describe_mixtures(
+        [kept], positions, GROUPS
+    )
+    assert find_mixture([Shard("a", (4, 3), (2, 0), old[2:])], [], positions) is None
+    said = describe_mixtures([right, left], positions, GROUPS)
     assert said.startswith("the gradients of rank(s) 0 are right; the gradients of rank(s) 1 are without")
 
 
 def test_clipping_before_averaging_is_told_from_other_weights():
-    shares = made_shares()
-    tokens = sum(share.counted for batches in shares for share in batches)
-    norms = [float((2 / tokens * sum(share.gradient["a"] for share in batches)).norm()) for batches in shares]
+    positions = made_batches()
+    tokens = sum(batch.counted for batches in positions for batch in batches)
+    norms = [float((2 / tokens * sum(batch.gradients["a"] for batch in batches)).norm()) for batches in positions]
     clipped = [[0.1 / (norm + 1e-6)] * 2 for norm in norms]
-    found = mixture_of(gradient_of(shares, clipped), [], shares)
-    assert name_mixtures([found], shares, GROUPS).startswith("the gradients are clipped at 0.1 on each rank")
+    found = find_mixture(gradient_of(positions, clipped), [], positions)
+    assert describe_mixtures([found], positions, GROUPS).startswith("the gradients are clipped at 0.1 on each rank")
     other = Mixture(((0.5, 0.5), (0.25, 0.25)), 0.0)
-    assert "have micro-batch 1 of rank(s) 0 times 0.5" in name_mixtures([other], shares, GROUPS)
+    assert "have micro-batch 1 of rank(s) 0 times 0.5" in describe_mixtures([other], positions, GROUPS)
 
 
 def test_a_loss_that_is_not_that_of_its_samples_is_told():
-    shares = made_shares()
-    tokens = sum(share.counted for batches in shares for share in batches)
-    losses = [[2 * share.loss / tokens for share in batches] for batches in shares]
-    assert other_losses(losses, shares, GROUPS) == ""
+    positions = made_batches()
+    tokens = sum(batch.counted for batches in positions for batch in batches)
+    losses = [[2 * batch.loss / tokens for batch in batches] for batches in positions]
+    assert find_other_losses(losses, positions, GROUPS) == ""
     losses[1][1] *= 1.37
-    assert other_losses(losses, shares, GROUPS).startswith("the loss of rank 1 (micro-batch 2) is not that")
+    assert find_other_losses(losses, positions, GROUPS).startswith("the loss of rank 1 (micro-batch 2) is not that")
     fewer = [[loss * tokens / (tokens - 1) for loss in each] for each in losses]  # other labels are fewer, too
-    assert other_losses(fewer, shares, GROUPS).startswith("the loss of rank 1 (micro-batch 2) is not that")
+    assert find_other_losses(fewer, positions, GROUPS).startswith("the loss of rank 1 (micro-batch 2) is not that")
 
 
 def test_gradients_that_are_rounding_make_no_step():
@@ -126,8 +129,10 @@ def test_draws_of_a_collator_are_those_of_a_positions_rows():
     rows = [[1, 2], [3], [4, 5, 6], [7, 8]]
 
     def collated(positions: int, batch: int):
-        return _Collated(
-            SimpleNamespace(batch_sampler=None, batch_size=batch), Collator(), Loading(positions, 0, lambda made: made)
+        return PositionCollator(
+            SimpleNamespace(batch_sampler=None, batch_size=batch),
+            Collator(),
+            LoaderPatches(positions, 0, lambda made: made),
         )
 
     before = torch.get_rng_state()
@@ -138,25 +143,25 @@ def test_draws_of_a_collator_are_those_of_a_positions_rows():
     assert len({tuple(line.tolist()) for line in whole["drawn"]}) == 2
     assert whole["labels"][0].tolist() == [101, 102, -100] and whole["input_ids"].shape == (4, 3)
     torch.set_rng_state(before)
-    draws = _Draws(None)
+    draws = Draws(None)
     collated(1, 2)(rows[:2])
     assert draws.are_as_before()
 
 
 def test_batches_that_cannot_be_put_together_are_refused():
     with pytest.raises(ValueError, match="the collator draws at random"):
-        _joined([{"input_ids": torch.zeros(4, 2)}, {"input_ids": torch.zeros(4, 2)}], [2, 2])
+        join_batches([{"input_ids": torch.zeros(4, 2)}, {"input_ids": torch.zeros(4, 2)}], [2, 2])
     with pytest.raises(ValueError, match="the collator draws at random"):
-        _joined([[1], [2]], [1, 1])
+        join_batches([[1], [2]], [1, 1])
 
 
 def test_an_order_without_a_generator_is_that_of_the_seed():
     orders = []
     for noise in (3, 5):
         torch.manual_seed(noise)
-        orders.append(list(drawn_alike(torch.utils.data.RandomSampler(range(20)), 7)))
+        orders.append(list(draw_alike(torch.utils.data.RandomSampler(range(20)), 7)))
     assert orders[0] == orders[1]
-    assert drawn_alike(None, 7) is None
+    assert draw_alike(None, 7) is None
 
 
 def test_ranks_that_wait_for_each_other_are_ended(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from hf_axonn.certificate import deepspeed, launch_plan
 from hf_axonn.certificate.job import make_job, read_arguments
-from hf_axonn.certificate.launch_plan import divided, read_launch_plan, smaller_grid
+from hf_axonn.certificate.launch_plan import divide_plan, read_launch_plan, smaller_grid
 from hf_axonn.cli.main import main
 from hf_axonn.topology.grid import Grid
 from tests.certificate.runs import launch_file, plan_of
@@ -186,18 +186,18 @@ def test_the_command_says_why_nothing_was_started(tmp_path, capsys):
 
 
 def test_a_trainers_model_that_transformers_divides(tmp_path):
-    plan = divided(plan_of(tmp_path, 4), {"fsdp_size": 2, "tp_size": 2, "ep_size": 2})
+    plan = divide_plan(plan_of(tmp_path, 4), {"fsdp_size": 2, "tp_size": 2, "ep_size": 2})
     assert plan.title == "Transformers' DistributedConfig(fsdp_size=2, tp_size=2, ep_size=2), 4 ranks"
     assert (plan.positions, plan.factors["ranks of expert parallelism"]) == (2, 2)
     given = {"distributed_config": plan.loading, "packing": True}
     job = make_job(tmp_path, plan, steps=3, vocabulary=160, trainer=given)
     assert {path for path, _ in job.cases} == {"trainer"} and job.packing and len(job.notes) == 2
     with pytest.raises(ValueError, match=r"tp_size 1 x data parallelism of 2 are not the 4 processes"):
-        divided(plan_of(tmp_path, 4), {"fsdp_size": 2})
+        divide_plan(plan_of(tmp_path, 4), {"fsdp_size": 2})
     with pytest.raises(ValueError, match="distributed_config: .*tp_sise"):
-        divided(plan_of(tmp_path, 4), {"tp_sise": 2})
+        divide_plan(plan_of(tmp_path, 4), {"tp_sise": 2})
     with pytest.raises(ValueError, match="the launch file divides the model"):
-        divided(plan_of(tmp_path, 2, axonn_config={"grid": {"x": 2}}), {"tp_size": 2})
+        divide_plan(plan_of(tmp_path, 2, axonn_config={"grid": {"x": 2}}), {"tp_size": 2})
 
 
 def test_adapters_are_said_as_in_a_lora_config(tmp_path):

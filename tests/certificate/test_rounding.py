@@ -17,7 +17,7 @@ from hf_axonn.certificate.rounding import (
     length_bound,
     length_error,
     number_bound,
-    replicas,
+    replicate,
     student,
 )
 from hf_axonn.certificate.shrinking import config_of
@@ -122,11 +122,11 @@ def test_replicas_differ_and_are_near_the_truth():
     torch.manual_seed(3)
     model = _Squares()
     batches = [({"given": torch.randn(4, 16)}, 0.5) for _ in range(3)]
-    steps = list(replicas(model, batches, Precision(torch.bfloat16), parts=2, seed=0, runs=6))
-    again = list(replicas(model, batches, Precision(torch.bfloat16), parts=2, seed=0, runs=6))
+    steps = list(replicate(model, batches, Precision(torch.bfloat16), parts=2, seed=0, runs=6))
+    again = list(replicate(model, batches, Precision(torch.bfloat16), parts=2, seed=0, runs=6))
     assert len({step.loss for step in steps}) > 1 and [step.loss for step in steps] == [step.loss for step in again]
-    exact = next(iter(replicas(model, batches, Precision(torch.float32), parts=1, seed=0, runs=1)))
-    scaled = next(iter(replicas(model, batches, Precision(torch.float32, scale=1024.0), parts=1, seed=0, runs=1)))
+    exact = next(iter(replicate(model, batches, Precision(torch.float32), parts=1, seed=0, runs=1)))
+    scaled = next(iter(replicate(model, batches, Precision(torch.float32, scale=1024.0), parts=1, seed=0, runs=1)))
     for step in (*steps, scaled):
         for name, gradient in exact.gradients.items():
             assert length_error(step.gradients[name], gradient.double(), 1e-3) < 0.03

@@ -15,7 +15,8 @@ from hf_axonn.certificate.compare import BOUND
 from hf_axonn.certificate.float64 import ExactLogProbs
 from hf_axonn.certificate.recording import Recorder
 from hf_axonn.certificate.rows import collate, fingerprints, make_rows, pack, seen_in, spans, tokens_of
-from hf_axonn.certificate.script import _Run, _Written, run_script
+from hf_axonn.certificate.script import run_script
+from hf_axonn.certificate.script_run import ScriptRun, WatchedWrites
 from hf_axonn.cli.main import main
 from hf_axonn.compat.accelerate import forget_state
 from tests.certificate.runs import launch_file, many_processes, plan_of, script_on_one_process
@@ -90,29 +91,35 @@ def test_fingerprints_are_of_rows_and_not_of_batches():
 
 def test_batches_are_of_the_small_vocabulary(tmp_path):
     job = prepare_script(tmp_path, plan_of(tmp_path, 2), [__file__], steps=2)
-    run = _Run(job, Recorder(tmp_path / "records", 0, None), parallel=True)
+    run = ScriptRun(job, Recorder(tmp_path / "records", 0, None), parallel=True)
     given = {
         "input_ids": torch.tensor([[5, 163]]),
         "labels": torch.tensor([[-100, 163]]),
         "weight": torch.ones(1).half(),
     }
-    assert run.batch(given)["input_ids"].tolist() == [[5, 163]]  # no model yet
+    assert run.fit_vocabulary(given)["input_ids"].tolist() == [[5, 163]]  # no model yet
     run.vocabulary = 160
-    found = run.batch(given)
+    found = run.fit_vocabulary(given)
     assert found["input_ids"].tolist() == [[5, 3]] and found["labels"].tolist() == [[-100, 3]]
     assert found["weight"].dtype == torch.float64 and given["input_ids"].tolist() == [[5, 163]]
-    assert run.batch({"input_ids": torch.zeros(1, 2), "labels": torch.tensor([400])})["labels"].tolist() == [400]
-    assert run.batch([1, 2]) == [1, 2]
+    of_rows = {"input_ids": torch.zeros(1, 2), "labels": torch.tensor([400])}
+    assert run.fit_vocabulary(of_rows)["labels"].tolist() == [400]
+    assert run.fit_vocabulary([1, 2]) == [1, 2]
 
 
-def test_a_folder_that_was_made_stands_for_what_is_in_it(tmp_path):
+def test_a_folder_stands_for_the_files_in_it_and_what_was_removed_is_not_listed(tmp_path):
     job = prepare_script(tmp_path, plan_of(tmp_path, 2), [__file__], steps=2)
     assert _elsewhere(job) == []
-    for rank, paths in enumerate([["/a/new", "/a/new/file", "/a/newer"], ["/a/new/other", "/b"]]):
+    new, newer, other = (tmp_path / name for name in ("new", "newer", "other"))
+    new.mkdir()
+    for path in (new / "file", newer, other):
+        path.touch()
+    removed = tmp_path / "hf_axonn-watch-1"  # the watchdog's folder, which is gone when a run has ended
+    for rank, paths in enumerate([[new, new / "file", newer], [new / "file", other, removed]]):
         file = tmp_path / "many" / "script-train.py" / f"elsewhere-rank{rank}.json"
         file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(paths))
-    assert _elsewhere(job) == ["the script wrote elsewhere: /a/new, /a/newer, /b."]
+        file.write_text(json.dumps(list(map(str, paths))))
+    assert _elsewhere(job) == [f"the script wrote elsewhere: {new}, {newer}, {other}."]
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
@@ -138,7 +145,7 @@ def _refused(folder: Path) -> None:
         forget_state()
     inside, outside = folder / "inside", folder / "inside-not"
     inside.mkdir()
-    written = _Written(inside)
+    written = WatchedWrites(inside)
     outside.mkdir()
     (inside / "file").write_text("of the certificate")
     (outside / "file").write_text("elsewhere")

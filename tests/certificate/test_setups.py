@@ -22,6 +22,7 @@ from tests.certificate.tables import (
     is_named,
     job_of_planted,
     of_script,
+    over,
     words_of,
     write_inputs,
 )
@@ -80,6 +81,12 @@ def test_means_of_means_do_not_hide_a_row_that_is_seen_twice(tmp_path, inputs):
     assert right.documented and "their means over tokens" in right.cause, (right.first, right.cause)
     wrong = many_processes(job, tmp_path / "wrong", plan, "duplicated_index")
     assert wrong.first[0] == "samples" and not wrong.documented and "were seen by no rank" in wrong.cause
+
+
+def test_a_script_may_load_its_model_over_the_grid(tmp_path, inputs):
+    """By hf_axonn.from_pretrained, which asks Transformers what was loaded."""
+    (result,) = certify_setup(of_script("hf_axonn.from_pretrained", over(x=2)), tmp_path / "run", inputs)
+    assert result.equal, (result.first, result.cause)
 
 
 @pytest.mark.slow

@@ -8,13 +8,13 @@ import math
 import pytest
 from transformers import AutoConfig
 
-from hf_axonn.certificate.shrinking import MOST_PARAMETERS, alike, config_of, shrunk
+from hf_axonn.certificate.shrinking import MOST_PARAMETERS, alike, config_of, shrink
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "gemma2", "gpt_oss", "phi", "qwen3_next"])
 def test_heads_ties_and_divisors_stay(kind):
     config = config_of(kind)
-    model = shrunk(config, ranks=4)
+    model = shrink(config, ranks=4)
     small = model.config
     for name in ("num_attention_heads", "n_head", "num_key_value_heads", "tie_word_embeddings", "hidden_act"):
         assert getattr(small, name, None) == getattr(config, name, None)
@@ -37,14 +37,14 @@ def test_a_directory_and_its_file_are_read(tmp_path):
     AutoConfig.for_model("qwen2", hidden_size=896, num_attention_heads=14, num_key_value_heads=2).save_pretrained(
         tmp_path
     )
-    small = shrunk(config_of(str(tmp_path)), ranks=2).config
+    small = shrink(config_of(str(tmp_path)), ranks=2).config
     assert (small.num_attention_heads, small.num_key_value_heads) == (14, 2)
     assert small.hidden_size == 56
     assert config_of(str(tmp_path / "config.json")).hidden_size == 896
 
 
 def test_a_model_has_the_layers_of_its_stages():
-    assert shrunk(config_of("llama"), ranks=4, layers=4).config.num_hidden_layers == 4
+    assert shrink(config_of("llama"), ranks=4, layers=4).config.num_hidden_layers == 4
 
 
 def test_what_is_no_causal_language_model_is_refused(tmp_path):
@@ -62,4 +62,4 @@ def test_a_type_that_cannot_be_made_small_is_refused(tmp_path):
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["head_dim"] == 4098
     with pytest.raises(ValueError, match="a model of type llama could not be made small"):
-        shrunk(config_of(str(tmp_path)), ranks=2)
+        shrink(config_of(str(tmp_path)), ranks=2)

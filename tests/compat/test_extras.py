@@ -34,7 +34,7 @@ def absent(monkeypatch):
 
     def take(*names):
         monkeypatch.setattr(extras, "requires", lambda _: WANTED)
-        monkeypatch.setattr(extras, "_installed", lambda name: name not in names)
+        monkeypatch.setattr(extras, "_is_installed", lambda name: name not in names)
 
     return take
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from hf_axonn import AxonnPlugin, finish_saves, parallelize, save_sharded
 from hf_axonn.compat.accelerate import forget_state
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed import collectives
 from hf_axonn.distributed.collectives import together
@@ -374,7 +374,7 @@ def with_mistake(place, mistake, lates):
     with backend("nccl"):
         truth = one_step(made("plain", grid, overlap=False), overlap=False)
     for late in lates:
-        with backend("nccl", late=late) as it, replaced({place: functools.partial(mistake, late)}):
+        with backend("nccl", late=late) as it, replace_attributes({place: functools.partial(mistake, late)}):
             ours = one_step(made("plain", grid))
             wrong = {name: ours[name] for name, value in truth.items() if not torch.equal(value, ours[name])}
             found[late] = wrong, it.issued
@@ -386,7 +386,7 @@ def with_mistake_in_loop(mode, place, mistake, folder):
     grid = Grid(z=2)
     with backend("nccl"):
         truth = run(mode, grid, folder / "truth", overlap=False)
-    with backend("nccl", late=True), replaced({place: functools.partial(mistake, True)}):
+    with backend("nccl", late=True), replace_attributes({place: functools.partial(mistake, True)}):
         return len(differences(truth, run(mode, grid, folder / "ours")))
 
 
@@ -414,7 +414,7 @@ def test_weights_that_are_read_before_they_arrive_are_seen():
 def without_waits_between_stages():
     """The loss of a step whose stages read what they get before they have waited for it."""
     grid = Grid(pipe=2)
-    with backend("nccl", late=True) as it, replaced({(schedules, "_wait_batch_p2p"): lambda works: None}):
+    with backend("nccl", late=True) as it, replace_attributes({(schedules, "_wait_batch_p2p"): lambda works: None}):
         found = trained(made("plain", grid), grid, steps=1, micro_batches=1)
     return found["loss 0.0"], it.between_stages
 
@@ -440,7 +440,7 @@ def write_to_an_average():
         return pending
 
     grid = Grid(data=2)
-    with backend("nccl", late=True), replaced({(gradient_sync, "start_all_reduce"): start_all_reduce}):
+    with backend("nccl", late=True), replace_attributes({(gradient_sync, "start_all_reduce"): start_all_reduce}):
         with pytest.raises(AssertionError, match="an output of all_reduce avg .* was written to before"):
             trained(made("plain", grid), grid)
 
@@ -471,10 +471,10 @@ def arrive_in_parts():
     model, _ = parallelize(Shared(use_reentrant=True), Grid(data=2))
     alone = {(gradient_sync, "BUCKET_BYTES"): 1, (collectives, "ALONE_BYTES"): 1}
     for like in ("nccl", "gloo"):
-        with backend(like), replaced(alone):
+        with backend(like), replace_attributes(alone):
             truth = gradients_of(model, value, ahead=True)
         for average in (gradient_sync._Average, WithoutFinish):
-            with backend(like, late=True), replaced(alone | {(gradient_sync, "_Average"): average}):
+            with backend(like, late=True), replace_attributes(alone | {(gradient_sync, "_Average"): average}):
                 ours = gradients_of(model, value, ahead=True)
             found[like, average] = all(map(torch.equal, truth, ours))
     return found

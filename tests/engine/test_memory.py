@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_axonn import parallelize
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed import collectives
 from hf_axonn.engine import gathering, matmul3d
@@ -247,7 +247,7 @@ def count_groups(model, grid, expected):
         (collectives, "start_reduce_scatter"): start_reduce_scatter,
         (collectives, "ALONE_BYTES"): 0,  # else gloo joins small ones into one buffer
     }
-    with replaced(noting):
+    with replace_attributes(noting):
         for seed in range(3):
             model(**rows_of(tiny_batch(4, 7, seed=seed), grid, dist.get_rank())).loss.backward()
     assert not gathered.settled(0) and not gradients.settled(0)

@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.pipelining import schedules
 
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.distributed import collectives, gloo, mesh
 from hf_axonn.engine import gradient_sync
 
@@ -323,7 +323,7 @@ class Backend:
         if self.like == "nccl":  # then gradients have a group over z of their own
             values |= {(mesh, "backend_of"): lambda device: "nccl", (mesh, "high_priority"): lambda seconds: None}
             values |= {(mesh, "bind_world"): lambda device: None, (mesh, "_meshes"): _nccl_meshes}
-        with torch.library._scoped_library("_c10d_functional", "IMPL") as library, replaced(values):
+        with torch.library._scoped_library("_c10d_functional", "IMPL") as library, replace_attributes(values):
             library.impl("all_reduce", self.functional_all_reduce, "CPU")
             library.impl("all_gather_into_tensor", self.functional_all_gather, "CPU")
             library.impl("reduce_scatter_tensor", self.functional_reduce_scatter, "CPU")

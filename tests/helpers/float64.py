@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_axonn.certificate.float64 import Float64, error_floor, is_small_float, not_nan, recompute_in_float64
-from hf_axonn.certificate.pieces import piece_of
+from hf_axonn.certificate.shards import shard_of
 
 
 __all__ = [
@@ -45,5 +45,5 @@ def relative_errors(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor
 
 def largest_difference(ours: torch.Tensor, truth: torch.Tensor) -> float:
     """max |ours - truth|; of a DTensor where this rank has its shard. 0 where that is empty, infinite for NaN."""
-    piece = piece_of("", ours)
-    return not_nan((piece.values - piece.within(truth)).abs().max()) if piece.values.numel() else 0.0
+    shard = shard_of("", ours)
+    return not_nan((shard.values - shard.within(truth)).abs().max()) if shard.values.numel() else 0.0

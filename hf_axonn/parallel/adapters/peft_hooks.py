@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_axonn.checkpoint.adapter_files import full_tensors
 from hf_axonn.compat.peft import after_peft, let_load_state_dict_shard, sized_by_full_weights
-from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.engine.linears import is_conv1d
@@ -165,7 +165,7 @@ def _mark_unmeasured() -> Iterator[None]:
         self.weight = nn.Parameter(torch.ones(size, dtype=weight.dtype, device=weight.device))
         self.unmeasured = True
 
-    with replaced({(dora.DoraLinearLayer, "update_layer"): update_layer}):
+    with replace_attributes({(dora.DoraLinearLayer, "update_layer"): update_layer}):
         yield
 
 
@@ -197,6 +197,6 @@ def save_pretrained(self, original: Callable, *args, **kwargs) -> None:
         return full_tensors(select(*inner, **options), self)
 
     kwargs.setdefault("is_main_process", world_rank() == 0)
-    with replaced({(module, "get_peft_model_state_dict"): gather}):
+    with replace_attributes({(module, "get_peft_model_state_dict"): gather}):
         original(*args, **kwargs)
     barrier()

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from hf_axonn.certificate.certify import command, prepare
 from hf_axonn.certificate.compare import Runs
-from hf_axonn.certificate.explain import TOKENS
 from hf_axonn.certificate.float64 import error_floor
-from hf_axonn.certificate.pieces import assembled
+from hf_axonn.certificate.hypotheses import TOKENS, Positions, add_up, weigh
+from hf_axonn.certificate.loading import load_model
 from hf_axonn.certificate.recording import Record
 from hf_axonn.certificate.rounding import (
     ALARMS,
@@ -33,9 +33,10 @@ from hf_axonn.certificate.rounding import (
     length_bound,
     length_error,
     number_bound,
-    replicas,
+    replicate,
 )
-from hf_axonn.certificate.steps import Steps, put
+from hf_axonn.certificate.shards import assemble
+from hf_axonn.certificate.steps import Steps, average_step, put, weigh_inputs
 from tests.certificate.runs import plan_of
 
 
@@ -66,8 +67,8 @@ class Truth:
 
 def tensors_of(steps: Steps, step: Step, before: dict[str, Tensor], index: int) -> Tensors:
     """Gradients and what SGD changes."""
-    found = {("gradient", name): its for name, its in step.gradients.items()}
-    return found | {("parameter", name): its for name, its in steps.moved(step, before, index).items()}
+    found = {("gradient", name): gradient for name, gradient in step.gradients.items()}
+    return found | {("parameter", name): change for name, change in steps.change(step, before, index).items()}
 
 
 def main() -> None:
@@ -88,24 +89,26 @@ def measure(folder: Path, dtype: str, model: str, number: int) -> None:
     subprocess.run(command(job, "one", ["trainer-sgd"]), check=True, capture_output=True)
     one = Record(folder / "job" / "one" / "trainer-sgd", 0)
     precision = PRECISIONS[dtype]
-    steps = Steps(job, Runs(one, [one]), "trainer", precision)
+    steps = Steps(job, Runs(one, [one]), "trainer")
+    rounded = load_model(job, parallel=False, dtype=precision.weights).train()
     lengths: list[Tensor] = []  # [replica, tensor], of each step
     numbers: list[Tensor] = []
     planted: dict[str, list[Tensor]] = {}
     for index in range(STEPS):
-        before = {name: its.float().double() for name, its in assembled([one.parameters(index)]).items()}
+        before = {name: its.float().double() for name, its in assemble([one.parameters(index)]).items()}
         single = {name: its.float() for name, its in before.items()}
         rows = one.samples[index][0]
         half = max(1, len(rows) // 2)
         seen = [[rows[:half]], [rows[half:]]] if len(rows) > 1 else [[rows]]
-        flat = [batch for position in steps.batches(seen, TOKENS) for batch in position]
-        right = steps.true_step(before, [flat])
+        positions = compute(steps, before, seen)
+        right = average_step(positions, TOKENS)
         exact = tensors_of(steps, right, before, index)
         floors = {kind: float(error_floor([its for key, its in exact.items() if key[0] == kind])) for kind, _ in exact}
         truth = Truth(right, exact, floors)
-        put(steps.rounded, before)
+        put(rounded, before)
         errors, its_numbers, kept = [], [], []
-        for step in replicas(steps.rounded, flat, precision, parts=RANKS, seed=10_000 * (index + 1), runs=number):
+        flat, seed = weigh_inputs(positions, TOKENS), 10_000 * (index + 1)
+        for step in replicate(rounded, flat, precision, parts=RANKS, seed=seed, runs=number):
             found = tensors_of(steps, step, single, index)
             errors.append(truth.errors_with(found, {}, 0.0))
             its_numbers.append([step.loss / right.loss - 1, step.norm / right.norm - 1])
@@ -121,22 +124,27 @@ def measure(folder: Path, dtype: str, model: str, number: int) -> None:
     report(dtype, model, precision, lengths, numbers, planted)
 
 
+def compute(steps: Steps, before: dict[str, Tensor], seen: list[list[list[int]]]) -> Positions:
+    """Compute the micro-batches of rows, of each position."""
+    rows = steps.job.rows
+    return steps.compute(before, [[steps.collate([rows[row] for row in batch]) for batch in own] for own in seen])
+
+
 def changes(steps: Steps, right: Step, before: dict[str, Tensor], seen: list, exact: Tensors) -> dict[str, Tensors]:
     """What each planted error changes in gradients and steps, in float64."""
 
     def gradients(other: dict[str, Tensor]) -> Tensors:
         return {("gradient", name): its - right.gradients[name] for name, its in other.items()}
 
-    batches = steps.batches(seen, TOKENS)
-    own = steps.true_step(before, [[(batch, by * len(seen)) for batch, by in batches[0]]])
+    own = add_up((batch, by * len(seen)) for batch, by in weigh(compute(steps, before, seen), TOKENS)[0])
     twice = [seen[0], [[seen[1][0][-1], *seen[1][0][1:]]]]
-    repeated = steps.true_step(before, steps.batches(twice, TOKENS))
+    repeated = average_step(compute(steps, before, twice), TOKENS)
     clip = 0.5 / (right.norm + 1e-6)
     bias = next(
         name for name in right.gradients if name.endswith(("h.0.attn.c_attn.bias", "layers.0.input_layernorm.weight"))
     )
     return {
-        "forgotten average": gradients(own.gradients),
+        "forgotten average": gradients(own),
         "loss times 2": gradients({name: 2 * its for name, its in right.gradients.items()}),
         "duplicated sample": gradients(repeated.gradients),
         "unclipped rank": {key: its * (1 / clip - 1) for key, its in exact.items() if key[0] == "parameter"},

@@ -24,6 +24,8 @@ from transformers import (
     get_scheduler,
 )
 
+from hf_axonn import AxonnConfig, from_pretrained
+
 
 WORDS = 120
 
@@ -79,11 +81,31 @@ class Noisy(torch.utils.data.Dataset):
         return row
 
 
+def build_model():
+    """Build the model from its configuration."""
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[2]))
+
+
+def load_model():
+    """Load the model: over the grid of the launch file, if there is one."""
+    if AxonnConfig.from_env() is not None:
+        return from_pretrained(sys.argv[2])
+    model, info = AutoModelForCausalLM.from_pretrained(sys.argv[2], output_loading_info=True)
+    assert not info["missing_keys"]
+    return model
+
+
 def loop(
-    accelerator: Accelerator, loader: DataLoader, *, bare: bool = False, clip: str = "accelerator", schedule: str = ""
+    accelerator: Accelerator,
+    loader: DataLoader,
+    *,
+    bare: bool = False,
+    clip: str = "accelerator",
+    schedule: str = "",
+    make=build_model,
 ) -> None:
     """A loop of Accelerate."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[2]))
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     moves = get_scheduler("linear", optimizer, 1, 20)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -182,6 +204,7 @@ WAYS = {
     ),
     "loss.backward": lambda: loop(Accelerator(), loader(rows()), bare=True),
     "clipping by torch": lambda: loop(Accelerator(), loader(rows()), clip="torch"),
+    "hf_axonn.from_pretrained": lambda: loop(Accelerator(), loader(rows()), make=load_model),
     "a scheduler of its own": lambda: loop(Accelerator(), loader(rows()), schedule="bare"),
     "step_scheduler_with_optimizer off": lambda: loop(
         Accelerator(step_scheduler_with_optimizer=False), loader(rows())
