@@ -1,8 +1,8 @@
 """Attention and MLP, sharded as blocks.
 
     Block    the module at whose input this rank's tokens become [B, S, H/y]: attention, an MLP, or a lone Linear
-    Column   q, k, v, or gate, up: the projections that share the block's input, multiplied as one group
-    Row      o, or down: the projection that ends the block; its output is this rank's tokens again
+    ColumnParallel   q, k, v, or gate, up: the projections that share the block's input, multiplied as one group
+    RowParallel      o, or down: the projection that ends the block; its output is this rank's tokens again
 
 The heads of an attention block may be divided over ("x", "y"), over ("x",) or not at all, see `Heads`; an MLP's
 intermediate features are always divided over both.
@@ -50,7 +50,7 @@ from hf_axonn.topology.weight_kind import WeightKind
 class BlockPass:
     """One pass through a block, from its entry to its end. In the order of time:
 
-        Block               opens it, with the input that `Column.enter` has made; where x gathers the input, its
+        Block               opens it, with the input that `ColumnParallel.enter` has made; where x gathers the input,
                             products are made in the same node of the graph
         first projection    makes the outputs of all: of those products, if it is called with that input and nothing
                             has changed it in place
@@ -81,7 +81,7 @@ class BlockPass:
         return self.products if made else None
 
 
-class Column:
+class ColumnParallel:
     """The column layers of one block: one gather, one multiplication and one reduction over y for all of them.
 
     Global shapes: input [B, S, K], output [B, S, N]. Local: [B, S, K/y] and [B, S, N/(x*y)], or all of the features
@@ -145,7 +145,7 @@ class Column:
         hidden, *products = Product(state, self.weights, self.layouts).run(hidden, over=group, tokens=tokens)
         return BlockPass(hidden, changes_of(hidden), products, dtype)
 
-    def install_copy(self, index: int, copy_: nn.Module) -> Column:
+    def install_copy(self, index: int, copy_: nn.Module) -> ColumnParallel:
         """Install a column layer of its own on a copy of one of the projections, for the same input."""
         return type(self)(self.state, [copy_], self.heads, [self.segments[index]])
 
@@ -200,7 +200,7 @@ class Column:
         return self.exchanges[self.linears.index(linear)]
 
 
-class Row:
+class RowParallel:
     """The row layer that ends a block, or a copy that may stand in for it (`like`).
 
     Global: [B, S, K] -> [B, S, N]. Local: [B, S, K/(x*y)] -> this rank's tokens [1, T/(x*y), N], or [1, T/x, N/y] in
@@ -212,7 +212,7 @@ class Row:
     bias_axes = ("x", "y")
 
     def __init__(
-        self, state: ParallelState, linear: nn.Linear, heads: Heads | None = None, *, like: Row | None = None
+        self, state: ParallelState, linear: nn.Linear, heads: Heads | None = None, *, like: RowParallel | None = None
     ) -> None:
         self.state = state
         self.linear = linear
@@ -237,9 +237,9 @@ class Row:
         """Note the input of the block, when a pass comes to it."""
         self._leading = hidden.shape[:-1]
 
-    def install_copy(self, copy_: nn.Module) -> Row:
+    def install_copy(self, copy_: nn.Module) -> RowParallel:
         """Install a row layer of its own on a copy, which stands at the place of this one in the block."""
-        return Row(self.state, copy_, self.heads, like=self)
+        return RowParallel(self.state, copy_, self.heads, like=self)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
         state, mesh, tokens = self.state, self.state.mesh, self.state.context.tokens
@@ -274,10 +274,10 @@ class Row:
 class Block:
     """The way in to a group of column layers: the forward of `entry` sees [B, S, H/y] where it is given tokens.
 
-    Collectives: those of Column.enter.
+    Collectives: those of ColumnParallel.enter.
     """
 
-    def __init__(self, state: ParallelState, entry: nn.Module, column: Column, row: Row) -> None:
+    def __init__(self, state: ParallelState, entry: nn.Module, column: ColumnParallel, row: RowParallel) -> None:
         self.state = state
         self.column = column
         self.row = row

@@ -2,7 +2,7 @@
 
     entry          this rank's tokens -> full [B, S, H], the same on all ranks of (x, y)
     q_a, kv_a      down to the latents: Linears on their own, full results
-    q_b, kv_b      from the full latents to the heads of this rank (`LatentColumn`)
+    q_b, kv_b      from the full latents to the heads of this rank (`LatentColumnParallel`)
     o              a row layer as in any attention
 
 The rotary part of kv_a's output is used with every rank's own heads, so its gradient is a sum over them.
@@ -21,13 +21,14 @@ from hf_axonn.distributed.collectives import all_reduce_backward
 from hf_axonn.engine.activation_layouts import gather_tokens, take_features
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, split_hidden_states
-from hf_axonn.layers.block import Column, Row
+from hf_axonn.layers.block import ColumnParallel, RowParallel
 
 
-class LatentColumn(Column):
+class LatentColumnParallel(ColumnParallel):
     """A column layer whose input is full: [..., K], the same on all ranks of (x, y) -> own heads [..., N/axes].
 
-    Collectives: those of Column; backward also an all-reduce over x and an all-gather over y of the input's gradient.
+    Collectives: those of ColumnParallel; backward also an all-reduce over x and an all-gather over y of the gradient of
+    the input.
     """
 
     def _compute(self, hidden: Tensor) -> list[Tensor]:
@@ -35,7 +36,7 @@ class LatentColumn(Column):
         return super()._compute(all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x")))
 
 
-def install_latent(state: ParallelState, attention: nn.Module, row: Row) -> None:
+def install_latent(state: ParallelState, attention: nn.Module, row: RowParallel) -> None:
     """Let an attention module, which `row` ends, see full activations. All-gather of tokens over (x, y)."""
 
     def forward(original: Callable, *args, **kwargs):
@@ -49,7 +50,7 @@ def install_latent(state: ParallelState, attention: nn.Module, row: Row) -> None
     patch_forward(attention, forward)
 
 
-def rotary_hook(state: ParallelState, attention: nn.Module, row: Row) -> Callable[[nn.Module], None]:
+def rotary_hook(state: ParallelState, attention: nn.Module, row: RowParallel) -> Callable[[nn.Module], None]:
     """Return an installer for kv_a, whose last `attention.qk_rope_head_dim` features go to every head: their gradient
     is summed over the axes of the heads. All-reduce over them in backward."""
 

@@ -23,10 +23,10 @@ from hf_axonn.engine.four_bit import elements_of
 from hf_axonn.engine.linears import is_conv1d, is_linear
 from hf_axonn.engine.report import Entry
 from hf_axonn.layers.base import FullLinear, Replicated, patch_forward
-from hf_axonn.layers.block import Column, Row
+from hf_axonn.layers.block import ColumnParallel, RowParallel
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.gathered import GatheredParameters
-from hf_axonn.layers.latent_attention import LatentColumn, install_latent, rotary_hook
+from hf_axonn.layers.latent_attention import LatentColumnParallel, install_latent, rotary_hook
 from hf_axonn.layers.moe import experts_layer, is_experts
 from hf_axonn.layers.norms import FeatureNorm, HeadNorm
 from hf_axonn.layers.vocabulary import Embedding, Head
@@ -129,12 +129,12 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> N
     heads = state.heads_of(block)
     linears = [model.get_submodule(name) for name in block.columns]
     last, entry = model.get_submodule(block.row), model.get_submodule(block.entry)
-    row = Row(state, last, heads)
+    row = RowParallel(state, last, heads)
     if block.latent:
         pairs = zip(linears, block.segments, strict=True)
-        columns = [LatentColumn(state, [linear], heads, [segments]) for linear, segments in pairs]
+        columns = [LatentColumnParallel(state, [linear], heads, [segments]) for linear, segments in pairs]
     else:
-        columns = [Column(state, linears, heads, list(block.segments))]
+        columns = [ColumnParallel(state, linears, heads, list(block.segments))]
     state.refuse_copies(entry)  # unless it is one of the Linears
     for column in columns:
         for index, linear in enumerate(column.linears):

@@ -18,7 +18,7 @@ from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ParallelState, parallel_state
 from hf_axonn.layers.base import Reader, Reading
-from hf_axonn.layers.block import Block, Column, Row
+from hf_axonn.layers.block import Block, ColumnParallel, RowParallel
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.parallel.batch_check import BatchCheck
 from hf_axonn.parallel.pipeline.pipeline import Pipeline
@@ -125,7 +125,7 @@ class ShardedModel(ParallelState):
         self._adapted.add(module)
         return new
 
-    def add_block(self, entry: nn.Module, column: Column, row: Row) -> None:
+    def add_block(self, entry: nn.Module, column: ColumnParallel, row: RowParallel) -> None:
         """Install the way in to a block on its entry."""
         self.blocks[entry] = Block(self, entry, column, row)
 

@@ -27,8 +27,8 @@ from hf_axonn.engine.activation_layouts import pad_dim
 from hf_axonn.engine.dtensors import replicated_local, scale_gradient
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, take_slice
-from hf_axonn.layers.block import Column, Row
-from hf_axonn.layers.latent_attention import LatentColumn
+from hf_axonn.layers.block import ColumnParallel, RowParallel
+from hf_axonn.layers.latent_attention import LatentColumnParallel
 from hf_axonn.layers.vocabulary import LowRank, defers, own_tokens
 from hf_axonn.topology.heads import feature_slice
 
@@ -62,7 +62,7 @@ class OwnOutput:
 class ColumnOutput(OwnOutput):
     """Behind a column layer: the features of this rank's heads."""
 
-    def __init__(self, state: ParallelState, linear: nn.Module, column: Column) -> None:
+    def __init__(self, state: ParallelState, linear: nn.Module, column: ColumnParallel) -> None:
         super().__init__(state, linear, column.axes)
         self.exchange = column.exchange_of(linear)
 
@@ -73,7 +73,7 @@ class ColumnOutput(OwnOutput):
 class RowOutput(OwnOutput):
     """Behind a row layer: all features of this rank's tokens, or some in the feature layout."""
 
-    def __init__(self, state: ParallelState, linear: nn.Module, row: Row) -> None:
+    def __init__(self, state: ParallelState, linear: nn.Module, row: RowParallel) -> None:
         super().__init__(state, linear, ("x", "y"))
         self.row = row
 
@@ -85,15 +85,17 @@ class RowOutput(OwnOutput):
 def output_of(state: ParallelState, linear: nn.Module, axes: tuple[str, ...]) -> OwnOutput:
     """The output of a layer by what is installed on it; `axes` outside of blocks."""
     layer = state.sharded_layers.get(linear)
-    if isinstance(layer, Column):
+    if isinstance(layer, ColumnParallel):
         return ColumnOutput(state, linear, layer)
-    return RowOutput(state, linear, layer) if isinstance(layer, Row) else OwnOutput(state, linear, axes)
+    return RowOutput(state, linear, layer) if isinstance(layer, RowParallel) else OwnOutput(state, linear, axes)
 
 
 class ColumnLora:
     """A and B of a column layer. Collectives: all-reduce of [T, r] over y, forward and backward."""
 
-    def __init__(self, state: ParallelState, column: Column, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
+    def __init__(
+        self, state: ParallelState, column: ColumnParallel, output: OwnOutput, a: nn.Linear, b: nn.Linear
+    ) -> None:
         self.state, self.column, self.output = state, column, output
         self.a, self.b = a, b
         self.a_axes = ("x", "y") if "x" in column.axes else ("y",)
@@ -126,7 +128,7 @@ class LatentLora(ColumnLora):
 class RowLora:
     """A and B of a row layer. Collectives: all-reduce of [T, r] over the axes of its input; backward: over (x, y)."""
 
-    def __init__(self, state: ParallelState, row: Row, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
+    def __init__(self, state: ParallelState, row: RowParallel, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
         self.state, self.row, self.output = state, row, output
         self.a, self.b = a, b
         patch_forward(a, self._down)
@@ -181,13 +183,13 @@ def install_pair(
     Returns the axes on which ranks drop different parts of the layer's input; None of a layer outside of blocks.
     """
     layer = state.sharded_layers.get(linear)
-    if isinstance(layer, LatentColumn):
+    if isinstance(layer, LatentColumnParallel):
         LatentLora(state, layer, output, a, b)
         return ()
-    if isinstance(layer, Column):
+    if isinstance(layer, ColumnParallel):
         ColumnLora(state, layer, output, a, b)
         return ("y",)  # it is full on x
-    if isinstance(layer, Row):
+    if isinstance(layer, RowParallel):
         RowLora(state, layer, output, a, b)
         return layer.axes
     return None

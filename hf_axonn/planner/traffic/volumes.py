@@ -149,21 +149,21 @@ class StepAccount:
         stream = self.padded // grid.x * self.hidden_y  # a rank's part of the residual stream [T/x, H/y]
         if block.down:
             self.add_latents(ledger, block, axes)
-        else:  # Column.enter
+        else:  # ColumnParallel.enter
             if not self.by_features:
                 pair(ledger, "all_to_all", "all_to_all", ("y",), stream)
             pair(ledger, "all_gather", "reduce_scatter", ("x",), stream)
             self.add_weights(ledger, WeightKind.COLUMN, block.columns)
         self.add_adapters(ledger, block, axes)
-        # Column._compute: one reduction for all; without y in axes the ranks of y go on with all features of x.
+        # ColumnParallel._compute: one reduction for all; without y in axes the ranks of y go on with x's.
         for linears in [[linear] for linear in block.columns] if block.down else [block.columns]:
             features = sum(ceil_div(ceil_div(linear.rows, grid.x), grid.y) for linear in linears)
             if "y" in axes:
                 pair(ledger, "reduce_scatter", "all_gather", ("y",), self.tokens * features)
             else:
                 pair(ledger, "all_reduce", None, ("y",), self.tokens * grid.y * features)
-        # Column._place: where heads are on no axis all features are gathered; packed ones and kv heads that do not
-        # divide are exchanged
+        # ColumnParallel._place: where heads are on no axis all features are gathered; packed ones and kv heads that
+        # do not divide are exchanged
         for linear, segments in zip(block.columns, block.segments, strict=True):
             if not axes:
                 pair(ledger, "all_gather", None, ("x",), self.tokens * ceil_div(linear.rows, grid.x))
@@ -173,7 +173,7 @@ class StepAccount:
                 ledger.add("backward", "exchange", axes, self.tokens * arriving * self.step.compute_bytes)
         for _, centered in block.head_norms:
             self.add_statistics(ledger, axes, self.tokens, centered)
-        # Row._forward
+        # RowParallel._forward
         row = block.row
         if "y" in axes:
             inner = ceil_div(ceil_div(row.cols, grid.x), grid.y)
