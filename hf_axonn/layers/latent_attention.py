@@ -27,8 +27,8 @@ from hf_axonn.layers.block import ColumnParallel, RowParallel
 class LatentColumnParallel(ColumnParallel):
     """A column layer whose input is full: [..., K], the same on all ranks of (x, y) -> own heads [..., N/axes].
 
-    Collectives: those of ColumnParallel; backward also an all-reduce over x and an all-gather over y of the gradient of
-    the input.
+    Collectives: those of ColumnParallel; backward also an all-reduce over x and an all-gather over y of its
+    gradient of the input.
     """
 
     def _compute(self, hidden: Tensor) -> list[Tensor]:
