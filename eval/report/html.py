@@ -22,30 +22,6 @@ from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, line_chart
 from hf_axonn_eval.report.texts import text_examples
 
 
-_SUMMARY_ONLY = "only a summary was given; write_report(..., runs=...) draws this from the results."
-_NO_RECORDS = "the records of the runs (run.json) were not given."
-# Why a section is empty, or how what it shows is measured.
-_WHY_EMPTY = {
-    "models": _NO_RECORDS,
-    "differences": "there is one run; an untrained one beside it shows the training.",
-    "prefix": _SUMMARY_ONLY,
-    "survival": _SUMMARY_ONLY,
-    "probability": "probabilities were not measured: extract without --stop_early.",
-    "draws": "no sampler was stated, so nothing is said about drawing: extract with --sampler.",
-    "near_copies": "nothing was decoded (--no_generation) or searched (--near_copies).",
-    "cost": "it needs a sampler (extract --sampler), and the command report.",
-    "goldfish": "the report was not told of a goldfish mask (--goldfish, with --samples).",
-    "membership": "no membership scores are in these results, or there is no control bucket (0) to compare with.",
-    "undecided": "these results do not say how close the two best tokens were.",
-    "degenerate": "these results do not say how much the suffixes repeat themselves.",
-    "left_out": "the records of the runs do not say; they do if extract finds the file that the command samples "
-    "writes beside the samples.",
-    "coverage": "the report was not given the documents, or none of them was asked at several places (--documents, "
-    "with --samples of a sliding window).",
-    "maps": "no document was asked at several offsets; a sliding window (protocol cooper100) makes maps.",
-    "texts": "there are no texts: extract without --no_generation, or give the samples and a tokenizer.",
-    "provenance": _NO_RECORDS,
-}
 PLOTTED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy")
 MOST_MAPS = 30
 
@@ -104,7 +80,8 @@ def html_page(
         tables=tables,
         names=list(comparison["runs"]),
         colours=len(COLOURS),
-        missing=_explain_empty(comparison, parts, has_results=bool(numbers)),
+        missing=_empty_sections(comparison, parts),
+        has_results=bool(numbers),
         bucket_charts=_bucket_charts(comparison),
         attacks=attacks,
         has_prefixes=bool(samples) and tokenizer is not None,
@@ -113,8 +90,8 @@ def html_page(
     return visible(page, keep=PAGE)
 
 
-def _explain_empty(comparison: Mapping[str, Any], parts: Mapping[str, Any], *, has_results: bool) -> dict[str, str]:
-    """Return by section that has nothing to show why, or how it is measured."""
+def _empty_sections(comparison: Mapping[str, Any], parts: Mapping[str, Any]) -> list[str]:
+    """List the sections that have nothing to show; templates/page.html says why, or how it is measured."""
     contents = {
         "models": tables.models(comparison),
         "differences": comparison["minus_base"],
@@ -134,8 +111,7 @@ def _explain_empty(comparison: Mapping[str, Any], parts: Mapping[str, Any], *, h
         "texts": parts["examples"],
         "provenance": tables.provenance(comparison),
     }
-    why = _WHY_EMPTY if has_results else {**_WHY_EMPTY, "probability": _SUMMARY_ONLY}
-    return {section: why[section] for section, content in contents.items() if not content}
+    return [section for section, content in contents.items() if not content]
 
 
 def _without_tokens(result: SampleResult) -> SampleResult:

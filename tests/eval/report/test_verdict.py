@@ -10,7 +10,7 @@ from hf_axonn_eval.report import tables, training
 from hf_axonn_eval.report.charts import Point, point_text
 from hf_axonn_eval.report.verdict import cannot_show, page_title, percent, verdicts, warnings
 from hf_axonn_eval.report.words import settings
-from hf_axonn_eval.report.write import markdown
+from hf_axonn_eval.report.write import markdown, terminal_table
 from tests.helpers.eval_support import result
 
 
@@ -112,6 +112,8 @@ def test_no_better_than_chance_reaches_every_page(tmp_path):
     for name in ("report.md", "report.html"):
         assert warning in paths[name].read_text(encoding="utf-8"), name
     assert '"no_better": true' in paths["summary.json"].read_text(encoding="utf-8")
+    assert warning in str(terminal_table(comparison).caption)
+    assert warning not in str(terminal_table(comparison, show_warnings=False).caption)
     assert warnings(compare(hopeless)) == [], "a record says how many tokens there are"
 
 
