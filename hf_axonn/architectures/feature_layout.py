@@ -35,33 +35,33 @@ class LayoutChoice:
     features: int = 0
     norms: dict[nn.Module, NormKind] = field(default_factory=dict)
 
-    def of(self, model: nn.Module) -> LayoutChoice:
-        """The same for what a stage of a pipeline has of the model."""
+    def restrict_to(self, model: nn.Module) -> LayoutChoice:
+        """Return the choice for the part of the model that a stage of a pipeline has."""
         there = set(model.modules())
         return replace(self, norms={norm: kind for norm, kind in self.norms.items() if norm in there})
 
 
-def choose_layout(model: nn.Module, plan: ShardingPlan, *, y: int, wanted: str) -> LayoutChoice:
+def choose_layout(model: nn.Module, plan: ShardingPlan, *, y: int, requested: str) -> LayoutChoice:
     """Decide between the token and the feature layout. No communication; the model is unchanged.
 
     Call it before `install_layers`.
 
     Args:
         y: size of the axis; at 1 the two layouts are one.
-        wanted: auto, token or feature.
+        requested: auto, token or feature.
     Raises:
-        ValueError: `feature` is wanted and the model cannot have it; the message names the module.
+        ValueError: `feature` is requested and the model cannot have it; the message names the module.
     """
     if y == 1:
         return LayoutChoice("the token and the feature layout are one where y = 1")
-    if wanted == "token":
+    if requested == "token":
         return LayoutChoice("token layout, as configured")
     with isolate():
         size, problem, norms = _search(model, plan)
     if problem is None:
         kinds = " and ".join(sorted({str(kind) for kind in norms.values()}))
         return LayoutChoice(f"feature layout: {len(norms)} norms verified ({kinds})", size, norms)
-    if wanted == "feature":
+    if requested == "feature":
         raise ValueError(
             f"layout is feature, but this model cannot have it: {problem}. Leave layout at auto, which takes the "
             "token layout for such a model."

@@ -141,7 +141,7 @@ def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutCh
     with without_wrappers(model):
         if any(True for _ in four_bit_modules(model)):
             check_four_bit(model, weight_kinds(model, plan), config.grid)
-        return plan, choose_layout(model, plan, y=config.grid.y, wanted=config.layout)
+        return plan, choose_layout(model, plan, y=config.grid.y, requested=config.layout)
 
 
 def _apply(
@@ -185,7 +185,7 @@ def _shard(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, state: Sh
     kinds, stages = weight_kinds(model, plan), None
     if state.grid.pipe > 1:
         plan, stages = divide(model, plan, state)
-        layout = layout.of(model)
+        layout = layout.restrict_to(model)
         kinds = {id(each): kinds[id(each)] for each in model.parameters() if id(each) in kinds}
     shard_parameters(model, kinds, state)
     install_layers(model, plan, kinds, state, layout)

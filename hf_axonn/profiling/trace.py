@@ -58,7 +58,7 @@ def trace_shape(model: PreTrainedModel) -> ModelShape:
     layers = plan.layers if not plan.reason else _find_checkpointed(model)
     if not layers:
         raise ValueError("it has no decoder layers.")
-    layout = choose_layout(model, plan, y=2, wanted="auto")
+    layout = choose_layout(model, plan, y=2, requested="auto")
     alone = _alone(model, plan, kinds)
     probe = probe_layers(model, plan, layers, alone)
     finder = _Finder(model, plan, kinds, set(layout.norms), probe, alone)

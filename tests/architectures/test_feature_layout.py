@@ -44,8 +44,8 @@ def with_norms(make, **changes):
     return model
 
 
-def choose(model, wanted="auto", y=2):
-    return choose_layout(model, plan_for(model), y=y, wanted=wanted)
+def choose(model, requested="auto", y=2):
+    return choose_layout(model, plan_for(model), y=y, requested=requested)
 
 
 @pytest.mark.parametrize("kind", BLOCKWISE)
@@ -65,8 +65,8 @@ def test_a_model_on_the_meta_device_has_it():
 
 
 def test_one_rank_on_y_has_nothing_to_choose():
-    for wanted in ("auto", "token", "feature"):
-        choice = choose(mistral(), wanted, y=1)
+    for requested in ("auto", "token", "feature"):
+        choice = choose(mistral(), requested, y=1)
         assert not choice.features and "y = 1" in choice.reason
     assert choose(mistral(), "token").reason == "token layout, as configured"
 

@@ -51,7 +51,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> tuple[object
 def engine_on_one_rank(model: nn.Module) -> nn.Module:
     """The engine's sharded layers and loss on a model that is not sharded. Needs torch.distributed with one rank."""
     plan = plan_for(model)
-    layout = choose_layout(model, plan, y=1, wanted="auto")
+    layout = choose_layout(model, plan, y=1, requested="auto")
     mesh = grid_mesh(Grid(), next(model.parameters()).device.type)
     report = Report(str(Grid()), plan.summary(), layout.reason)
     state = ShardedModel(mesh, AxonnConfig(grid=Grid()), model, report=report)
