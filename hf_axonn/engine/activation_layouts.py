@@ -34,7 +34,7 @@ from hf_axonn.topology.grid import ceil_div
 
 
 def pad_dim(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """`tensor` with zeros after the end of `dim`, up to `size`; itself if it is that long already."""
+    """Return `tensor` with zeros after the end of `dim`, up to `size`; itself if it is that long already."""
     missing = size - tensor.shape[dim]
     if missing == 0:
         return tensor
@@ -43,7 +43,7 @@ def pad_dim(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def first(tensor: Tensor, size: int) -> Tensor:
-    """`tensor` without what lies behind `size` in its last dim; itself if that is nothing."""
+    """Return `tensor` without what lies behind `size` in its last dim; itself if that is nothing."""
     return tensor if tensor.shape[-1] == size else tensor[..., :size]
 
 

@@ -100,7 +100,7 @@ def positions_in_document(input_ids: Tensor, document_ids: Tensor | None = None)
 
 
 def starts_of(document_ids: Tensor) -> Tensor:
-    """True at the first token of each document; the first token of a row is one."""
+    """Return True at the first token of each document; the first token of a row is one."""
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return starts

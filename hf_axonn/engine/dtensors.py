@@ -37,7 +37,7 @@ def mesh_slices(shape: Sequence[int], placements: Sequence[Placement], mesh: Dev
 
 
 def shard_of(tensor: Tensor, placements: Sequence[Placement], mesh: GridMesh) -> Tensor:
-    """This rank's shard of a full tensor, as a view. No communication."""
+    """Return this rank's shard of a full tensor, as a view. No communication."""
     return tensor[local_slices(tensor.shape, placements, mesh)]
 
 
@@ -100,7 +100,7 @@ def shard_placements(kind: WeightKind, *, transposed: bool = False) -> list[Plac
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, in the graph; a plain tensor itself. No communication."""
+    """Return this rank's part of a DTensor, in the graph; a plain tensor itself. No communication."""
     return shard_of_parameter(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -109,7 +109,7 @@ def shard_of_parameter(
     view: Callable[[Tensor], Tensor] | None = None,
     finish: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """This rank's part of a DTensor, in the graph where gradients are wanted. No communication.
+    """Return this rank's part of a DTensor, in the graph where gradients are wanted. No communication.
 
     As `to_local()`, but for the processor time: a third, forward and backward (tests/benchmarks/host/host_time.py).
 
@@ -161,5 +161,5 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(value: Tensor, factor: float) -> Tensor:
-    """`value` itself; its gradient is multiplied by `factor`."""
+    """Return `value` itself; its gradient is multiplied by `factor`."""
     return value if factor == 1 else _ScaleGradient.apply(value, factor)

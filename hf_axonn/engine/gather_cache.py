@@ -61,7 +61,7 @@ class GatherCache:
             self._held[key] = gathered
 
     def release(self, key: Hashable) -> None:
-        """No longer hold it here, unless it is kept for longer."""
+        """Stop holding it here, unless it is kept for longer."""
         if not (self.everything or self.through):
             self._held.pop(key, None)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def versions_of(weights: Sequence[ShardedWeight]) -> int:
-    """Another number whenever one of the weights has changed in place."""
+    """Return a number that changes whenever one of the weights changes in place."""
     return sum([weight.version for weight in weights])
 
 
@@ -52,7 +52,7 @@ class Gathering:
 
     @property
     def version(self) -> int:
-        """Another number whenever one of the weights has changed in place."""
+        """A number that changes whenever one of the weights changes in place."""
         return versions_of(self.weights)
 
     def shards(self) -> list[Tensor]:

@@ -58,7 +58,7 @@ def sync_gradients(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def syncing(*models: nn.Module) -> Iterator[None]:
-    """Around the last backward pass of a step: `sync_gradients` for each model, begun while the pass is under way.
+    """Average around the last backward pass of a step: `sync_gradients` of each model, begun while it is under way.
 
     If an exception leaves the block, some gradients are averaged and some are not. Every rank must enter it.
     Collectives: as `sync_gradients`, none for a model without trained parameters. With more than one model that is
@@ -79,8 +79,8 @@ def syncing(*models: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def averaging(*models: nn.Module, last: bool = True) -> Iterator[None]:
-    """Around a backward pass of a trainer: `syncing` for models whose last pass is to be averaged, and no averages of
-    their own (`GradientAveraging`).
+    """Average around a backward pass of a trainer: `syncing` for models whose last pass is to be averaged, and no
+    averages of their own (`GradientAveraging`).
 
     Args:
         last: it is the last backward pass of a step; before it nothing is averaged.

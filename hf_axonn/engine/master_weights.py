@@ -80,7 +80,7 @@ register_optimizer_step_pre_hook(_look)
 
 @functools.cache
 def _warn(dtype: str) -> None:
-    """Once, however many models are trained."""
+    """Warn once, however many models are trained."""
     logger.warning(
         f"the weights that are trained are {dtype}, and so are their gradients and the optimizer's moments: steps "
         "smaller than half the distance between two such numbers are lost, at a learning rate of 2e-5 those of most "

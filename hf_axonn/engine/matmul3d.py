@@ -228,7 +228,7 @@ class Product:
 
     @property
     def version(self) -> int:
-        """Another number whenever one of the weights has changed in place."""
+        """A number that changes whenever one of the weights changes in place."""
         return versions_of(self.weights)
 
     def check_unchanged(self, version: int) -> None:

@@ -163,7 +163,7 @@ class MatmulTuner:
         self._samples.clear()
 
     def time_layouts(self, seconds: float = math.inf) -> dict[Key, Trials]:
-        """Trials of the layouts of every shape met since the last call of `tune`. No communication.
+        """Return trials of the layouts of every shape met since the last call of `tune`. No communication.
 
         Args:
             seconds: after them no further shape is begun; the next step meets those that are left again.
@@ -261,7 +261,7 @@ def _write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def order_of(matrix: Tensor) -> str:
-    """N: rows are contiguous; T: columns are; S: neither."""
+    """Return N if rows are contiguous, T if columns are, S if neither."""
     return "N" if matrix.stride(1) == 1 else "T" if matrix.stride(0) == 1 else "S"
 
 
@@ -315,7 +315,7 @@ def _drops_out(trials: Trials, layout: str, rounds: int) -> bool:
 
 
 def measure(sample: Sample, layouts: list[str], *, accumulate: bool) -> Trials:
-    """Seconds that each layout takes, copies included, in rounds through all that can still win.
+    """Return the seconds that each layout takes, copies included, in rounds through all that can still win.
 
     Where memory does not suffice nothing is raised, as the other ranks wait for a choice: the shape stays as it is.
     """

@@ -162,7 +162,7 @@ class ShardedWeight:
 
     @property
     def version(self) -> int:
-        """Another number whenever the values have changed in place."""
+        """A number that changes whenever the values change in place."""
         return version_of(self.module._parameters[self._name])
 
     def _view(self, local: Tensor) -> Tensor:

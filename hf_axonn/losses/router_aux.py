@@ -240,7 +240,7 @@ def switch_loss(
 def _sums(
     gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, attention_mask: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Over the layers and real tokens: (choices of each expert, and last the tokens [E + 1], probabilities [E])."""
+    """Sum over layers and real tokens: (choices of each expert, and last the tokens [E + 1], probabilities [E])."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
     probability = torch.zeros(num_experts, dtype=torch.float32, device=device)
     for logits in gate_logits:

@@ -104,7 +104,7 @@ def _note(state: ShardedModel, name: str, module: nn.Module, kind: WeightKind, r
 
 
 def _remaining(model: nn.Module, state: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters that no step has taken yet."""
+    """Yield modules with parameters that no step has taken yet."""
     for name, module in model.named_modules():
         if getattr(module, "elsewhere", False):  # of another stage of a pipeline
             continue
@@ -125,7 +125,7 @@ def _install_vocabulary(model: nn.Module, plan: ShardingPlan, state: ShardedMode
 
 
 def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> None:
-    """Attention or an MLP: its column layers, its row layer, the way in, and the numbers of heads that it sees."""
+    """Install attention or an MLP: its column and row layers, the way in, and the numbers of heads that it sees."""
     heads = state.heads_of(block)
     linears = [model.get_submodule(name) for name in block.columns]
     last, entry = model.get_submodule(block.row), model.get_submodule(block.entry)
@@ -202,7 +202,7 @@ def _install_experts(model: nn.Module, state: ShardedModel) -> None:
 
 
 def _install_linears(model: nn.Module, kinds: dict[int, WeightKind], state: ShardedModel) -> None:
-    """Linears on their own."""
+    """Install Linears on their own."""
     for name, module in _remaining(model, state):
         if is_linear(module) and kinds.get(id(module.weight)) == WeightKind.LINEAR:
             state.install(module, functools.partial(FullLinear, state))
@@ -210,7 +210,7 @@ def _install_linears(model: nn.Module, kinds: dict[int, WeightKind], state: Shar
 
 
 def _install_gathered(model: nn.Module, kinds: dict[int, WeightKind], state: ShardedModel) -> None:
-    """Modules with large parameters of which nothing else is known."""
+    """Install modules with large parameters that nothing else is known of."""
     for name, module in _remaining(model, state):
         parameters = module._parameters.items()
         names = [child for child, parameter in parameters if kinds.get(id(parameter)) == WeightKind.GATHERED]
@@ -221,7 +221,7 @@ def _install_gathered(model: nn.Module, kinds: dict[int, WeightKind], state: Sha
 
 
 def _install_replicated(model: nn.Module, plan: ShardingPlan, state: ShardedModel) -> None:
-    """All that is left. Attention's own parameters have a row for each query head: a rank uses those of its heads."""
+    """Install all that is left. A parameter of attention itself has a row for each query head: a rank uses its own."""
     own_rows: dict[str, slice] = {}
     for block in plan.blocks:
         if heads := state.heads_of(block):
@@ -233,7 +233,7 @@ def _install_replicated(model: nn.Module, plan: ShardingPlan, state: ShardedMode
 
 
 def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, state: ShardedModel) -> None:
-    """Norms on the residual stream, and norms over the features of all heads."""
+    """Install norms on the residual stream, and norms over the features of all heads."""
     for module, kind in layout.norms.items():
         state.install(module, functools.partial(FeatureNorm, state, kind=kind))
     for block in plan.blocks:

@@ -31,7 +31,7 @@ def feature_slice(size: int, place: GridPosition, *axes: str) -> tuple[slice, in
 
 @dataclass(frozen=True)
 class Heads:
-    """Over which axes the query heads of an attention block are divided, and how its kv heads follow.
+    """The axes over which the query heads of an attention block are divided, and the way its kv heads follow.
 
     Args:
         query, kv: numbers of heads in the full model.

@@ -60,7 +60,7 @@ class OwnOutput:
 
 
 class ColumnOutput(OwnOutput):
-    """Behind a column layer: the features of this rank's heads."""
+    """The output of a column layer: the features of this rank's heads."""
 
     def __init__(self, state: ParallelState, linear: nn.Module, column: ColumnParallel) -> None:
         super().__init__(state, linear, column.axes)
@@ -71,7 +71,7 @@ class ColumnOutput(OwnOutput):
 
 
 class RowOutput(OwnOutput):
-    """Behind a row layer: all features of this rank's tokens, or some in the feature layout."""
+    """The output of a row layer: all features of this rank's tokens, or some in the feature layout."""
 
     def __init__(self, state: ParallelState, linear: nn.Module, row: RowParallel) -> None:
         super().__init__(state, linear, ("x", "y"))

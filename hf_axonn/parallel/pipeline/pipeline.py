@@ -272,7 +272,7 @@ class Pipeline:
         return self._schedules[key]
 
     def _left_for_later(self) -> Callable[[], None]:
-        """Computes the weight gradients that the backward pass before has left."""
+        """Return what computes the weight gradients that the backward pass before has left."""
         return functools.partial(finish_deferred, self.state, self.state.context.take_deferred())
 
     def one_after_another(self, call: functools.partial[Any]) -> Any:
