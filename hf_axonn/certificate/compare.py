@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -274,7 +274,7 @@ def find_absent(ranks: Sequence[Sequence[Shard]], truth: dict[str, Tensor], step
     return [Error(math.inf, step, name, 0, "some of it is on no rank") for name in absent]
 
 
-def shard_errors(shards: Iterable[Shard], truth: dict[str, Tensor], step: int, rank: int) -> list[Error]:
+def shard_errors(shards: Iterable[Shard], truth: Mapping[str, Tensor], step: int, rank: int) -> list[Error]:
     """Return the error of each shard of a rank."""
     floor = error_floor(truth.values())
     errors = []

@@ -153,19 +153,19 @@ class Explainer:
         right = unused | average(positions, TOKENS)
         held = {shard.name for shards in ranks for shard in shards}
         missing = {name for name, gradient in right.items() if name not in held and bool(gradient.any())}
-        fit = None if missing else find_fit(ranks, positions, groups, expected=TOKENS, distance=largest_error)
-        if fit is None:
+        best = None if missing else find_fit(ranks, positions, groups, expected=TOKENS, distance=largest_error)
+        if best is None:
             if len(groups) < self.job.positions:
                 return Cause(self._describe_samples(step))
             return Cause(self._explain_others(ranks, positions, right, missing, step))
-        text = fit.describe(TOKENS, self.factors)
-        if fit.is_scaled() or fit.name == OWN:
+        text = best.describe(TOKENS, self.factors)
+        if best.is_scaled() or best.name == OWN:
             return Cause(text)
         filled = is_filled_up(self.runs, groups, self.job.positions, step, self.job.steps)
         samples = "" if filled else self._describe_samples(step)
         if not text:
             return Cause(REPEATED, True) if filled else Cause(samples, not samples)
-        return Cause("; ".join(filter(None, (text, samples))), fit.name in self.steps.documented and not samples)
+        return Cause("; ".join(filter(None, (text, samples))), best.name in self.steps.documented and not samples)
 
     def _explain_others(self, ranks: Ranks, positions: Positions, right: Tensors, missing: set[str], step: int) -> str:
         """Explain gradients that are no multiple of an average that is known."""
