@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -108,7 +109,7 @@ def run(asker: Asker, survey: Survey) -> Sequence[SampleResult]:
         done: set[int] = set()
         if directory is not None:
             record = _make_record(asker, samples, tokenizer_record)
-            done = work_split.on_rank_zero(lambda: _begin(directory, record, asker, survey))
+            done = work_split.on_rank_zero(partial(_begin, directory, record, asker, survey))
         bar = tqdm(
             total=len(samples),
             initial=len(done),

@@ -46,13 +46,12 @@ class Runner(Asker):
         """
         options, lengths, longest = self.options, survey.lengths, survey.longest
         with scoring.evaluating(self.model):
-            self.planned = self.batch_size
-            if self.planned == "auto":
+            if isinstance(self.batch_size, int):
+                rows = self.batch_size
+            else:  # "auto"
                 keep = longest if options.membership else max(suffix for _, suffix in lengths)
-                self.planned = batches.fitting_batch_size(
-                    self.model, self.work_split, longest=longest, kept_logits=keep
-                )
-            self.rows = self.planned
+                rows = batches.fitting_batch_size(self.model, self.work_split, longest=longest, kept_logits=keep)
+            self.rows = self.planned = rows
             self.decoded = batches.decoded_rows(self.model, self.rows, longest)
             planned = batches.plan_batches(lengths, self.rows, padding=scoring.may_be_padded(self.model))
             units = batches.plan_units(planned, self.work_split.count)
