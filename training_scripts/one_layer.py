@@ -162,7 +162,6 @@ def run_sharded(whole: dict[str, Tensor], grad_output: Tensor, grid: dict[str, A
 
 def main() -> int:
     """Run both and compare them on every rank. Return the exit code: 1 if they differ anywhere."""
-    dist.init_process_group("gloo")
     world_size = dist.get_world_size()
     grid = make_grid(world_size)
     torch.manual_seed(0)  # every rank draws the same tensors
@@ -189,9 +188,11 @@ def main() -> int:
         print(f"Largest errors against one process, in float64; at most {BOUND} is equal:")
         for name, error in zip(RESULTS, errors.tolist(), strict=True):
             print(f"    {name:<12}{error:.1e}  {'equal' if error <= BOUND else 'WRONG'}")
-    dist.destroy_process_group()
     return int(errors.max() > BOUND)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    dist.init_process_group("gloo")
+    code = main()
+    dist.destroy_process_group()
+    sys.exit(code)

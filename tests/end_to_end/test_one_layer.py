@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
+from pathlib import Path
 
 import pytest
 
-from hf_axonn import Grid
 from tests.helpers import ROOT
-from tests.helpers.launching import TORCHRUN, forked, run
+from tests.helpers.launching import TORCHRUN, run
+from tests.helpers.ranks import run_ranks
 
 
 SCRIPT = ROOT / "training_scripts" / "one_layer.py"
+
+
+def call_main(script: Path) -> tuple[int, str]:
+    """On one rank: the exit code of a script, and what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = runpy.run_path(str(script))["main"]()
+    return code, printed.getvalue()
 
 
 def assert_equal_to_one_process(output: str) -> None:
@@ -30,10 +42,15 @@ def assert_equal_to_one_process(output: str) -> None:
     }
 
 
-def test_it_equals_one_process(tmp_path):
-    ended = forked(tmp_path, Grid(x=2, y=2, z=2), SCRIPT)
-    assert ended.code == 0, ended.output
-    assert_equal_to_one_process(ended.output)
+def test_it_equals_one_process():
+    (first, output), *others = run_ranks(call_main, 8, SCRIPT)
+    assert first == 0 and others == [(0, "")] * 7
+    assert_equal_to_one_process(output)
+
+
+def test_it_equals_one_process_with_data():
+    (code, output), *_ = run_ranks(call_main, 16, SCRIPT)
+    assert code == 0 and output.startswith("16 ranks: data=2, z=2, x=2, y=2\n")
 
 
 @pytest.mark.slow  # nine processes import torch; the test above runs the same lines in forks
@@ -56,6 +73,6 @@ def test_a_sum_over_the_wrong_axis_is_seen(tmp_path, right, wrong, seen):
     assert source.count(right) == 1
     copy = tmp_path / "one_layer.py"
     copy.write_text(source.replace(right, wrong), encoding="ascii")
-    ended = forked(tmp_path, Grid(x=2, y=2, z=2), copy)
-    assert ended.code != 0
-    assert re.search(rf"^    {seen} .*WRONG$", ended.output, re.MULTILINE), ended.output
+    results = run_ranks(call_main, 8, copy)
+    assert [code for code, _ in results] == [1] * 8
+    assert re.search(rf"^    {seen} .*WRONG$", results[0][1], re.MULTILINE), results[0][1]
