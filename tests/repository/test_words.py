@@ -44,7 +44,7 @@ def test_fragments_pronouns_and_participles_are_found():
         ("# of the\n# the grid\n", 1, "the the"),
         ("step = 1  # by a a step", 1, "a a"),
         ('message = (\n    "by a step "\n    "step or in place"\n)', 2, "step step"),
-        ('"""The ranks.\n\nThe the grid."""', 3, "The the"),
+        ('"""The ranks.\n\nThe grid grid."""', 3, "grid grid"),
     ],
 )
 def test_words_that_stand_twice_are_found(source, line, words):

@@ -38,7 +38,7 @@ PARTICIPLES = frozenset(
 VERBS = frozenset("put read run set cut spread embed feed need seed shed speed exceed proceed succeed".split())
 STATES = frozenset(("property", "cached_property", "functools.cached_property", "pytest.fixture"))  # decorators
 # Two spaces separate columns of a table, and a table may begin a line with the word that ends the line above.
-TWICE = re.compile(r"(?<![\w./=*-])([A-Z]?[a-z]+)(?: |\n[ #]*)(?i:\1)(?![\w./=*-]|  )")
+TWICE = re.compile(r"(?<![\w./=*-])([A-Z]?[a-z]+)(?: |\n[ #]*)(?i:\1)(?![\w/=*-]|\.\w|  )")
 COMMENTS = re.compile(r"(?:^[ \t]*#.*\n)+|#.*", re.MULTILINE)
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
