@@ -118,7 +118,7 @@ class ColumnParallel(torch.nn.Module):
 
     def forward(self, input_: Tensor) -> Tensor:
         """[M_z, H_y] -> [M_z, F_x]. All-gather over z, all-reduce over y; in backward, all-reduce over x instead."""
-        output: Tensor = ShardedMatmul.apply(input_, self.weight, self)
+        output: Tensor = ShardedMatmul.apply(input_, self.weight, self)  # type: ignore[no-untyped-call]
         return output
 
 
