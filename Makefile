@@ -30,7 +30,7 @@ help:
 	@echo "make test-versions   a short suite with other releases of the libraries, an environment each (docs/versions.md)"
 	@echo "make gpu        everything that only GPUs can tell, tested and measured, in one page (docs/gpu.md)"
 	@echo "make mutants    how many small random changes to the code the tests notice; hours, goes on where it stopped"
-	@echo "make lint       ruff, import-linter, mypy and a count of words; make format rewrites the files"
+	@echo "make lint       ruff, import-linter, mypy, spelling and a count of words; make format rewrites the files"
 	@echo "make docs       the site of docs/, with search and the reference: build/site/index.html"
 	@echo "make picture    draw the pictures of docs/ anew, from the code's own numbers"
 	@echo "make wheel      build the source archive and the wheel into dist/"
@@ -75,6 +75,7 @@ lint: $(STAMPS)/dev
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.repository.type_errors
 	$(BIN)/python -m tests.repository.words
+	$(BIN)/codespell hf_axonn eval training_scripts docs *.md
 
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix .

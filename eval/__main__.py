@@ -1,8 +1,8 @@
-"""Command line: hf-axonn-eval COMMAND; samples, extract and report are the way from documents to a report.
+r"""Command line: hf-axonn-eval COMMAND; samples, extract and report are the way from documents to a report.
 
     hf-axonn-eval samples --documents docs.jsonl --tokenizer DIR --output samples.jsonl
     hf-axonn-eval extract --model BASE --samples samples.jsonl --output runs/base
-    accelerate launch --config axonn.yaml -m hf_axonn_eval extract \\
+    accelerate launch --config axonn.yaml -m hf_axonn_eval extract \
         --model CHECKPOINT --samples samples.jsonl --output runs/trained
     hf-axonn-eval report --runs base=runs/base trained=runs/trained --output runs/report
 """

@@ -43,7 +43,7 @@ def check_signature(bundle: str | os.PathLike[str], signers: str | os.PathLike[s
 
     Args:
         bundle: the archive.
-        signers: the file of allowed signers (ALLOWED SIGNERS of `man ssh-keygen`); None if whose key it is is unknown.
+        signers: the file of allowed signers (ALLOWED SIGNERS of `man ssh-keygen`); None if the key's owner is unknown.
     Raises:
         ValueError: there is no ssh-keygen, or no such file of signers.
     """

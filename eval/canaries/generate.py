@@ -26,7 +26,7 @@ _FIELD = re.compile(r"\{(\w+):(\d+)\}")
 
 
 class Format:
-    """A text with random fields, such as "The code of the safe is {digits:6}."
+    """A text with random fields, "The code of the safe is {digits:6}." for example.
 
     Args:
         text: with one or more fields {digits:N}, {letters:N} or {hex:N} of N characters; all else stays as it is.

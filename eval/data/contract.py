@@ -168,7 +168,7 @@ def _buckets(expected: Sequence[int], facts: Facts) -> tuple[str, str]:
 
 
 def _bos(expected: str, facts: Facts) -> tuple[str, str]:
-    """ "first": every prefix begins with the BOS, if the tokenizer has one; "none": none does."""
+    """Compare BOS tokens: `first` has one before every prefix if the tokenizer has a BOS, `none` before none."""
     has_one, count, samples = facts["has_bos"], facts["begin_with_bos"], facts["samples"]
     if count == (0 if expected == "none" or not has_one else samples):
         return MET, ""

@@ -1,4 +1,4 @@
-"""The metrics of a sample. Each one is a registered function:
+"""The metrics of a sample. Each one is a registered function.
 
     @register_metric("first_token", "first token", mean="share")
     def first_token(hits: Sequence[bool]) -> bool:

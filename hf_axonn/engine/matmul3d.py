@@ -23,7 +23,7 @@ So that no block has to be copied for them, features that such a collective shar
 Where P and Q are 1, all three are matrices: [T, k], [n, k] and [T, n]. A `Product` takes and returns [..., k] and
 [..., n] then, as a Linear does. Each view costs the host about as much as a small kernel.
 
-Source: AxoNN (arXiv 2502.08145), algorithm for one layer; AxoNN, 2305.13525.
+Source: AxoNN (arXiv 2502.08145), algorithm for one layer; AxoNN, 2305.13525. Start: training_scripts/one_layer.py.
 """
 
 from __future__ import annotations

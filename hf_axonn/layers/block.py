@@ -48,7 +48,7 @@ from hf_axonn.topology.weight_kind import WeightKind
 
 @dataclass
 class BlockPass:
-    """One pass through a block, from its entry to its end. In the order of time:
+    """One pass through a block, from its entry to its end. In the order of time.
 
         Block               opens it, with the input that `ColumnParallel.enter` has made; where x gathers the input,
                             products are made in the same node of the graph

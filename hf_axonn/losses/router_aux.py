@@ -74,7 +74,7 @@ def check_routers(model: nn.Module, grid: Grid) -> None:
 
 def empty_routing(experts: int, device: torch.device | str) -> Tensor:
     """Room for the sums of routers that travel between stages: choices of each expert, tokens, probability of each
-    expert. In float64, which counts exactly. [2 * E + 1]"""
+    expert. In float64, which counts exactly. [2 * E + 1]."""
     return torch.empty(2 * experts + 1, dtype=torch.float64, device=device)
 
 

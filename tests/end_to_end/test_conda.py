@@ -69,18 +69,7 @@ def test_what_it_allows_beside_it_are_the_releases_of_the_extras(recipe, configu
     }
 
 
-def test_version_commands_and_license_are_the_same(recipe, configuration):
-    assert recipe["package"] == {"name": "hf_axonn", "version": hf_axonn.__version__}
+def test_version_and_commands_are_the_same(recipe, configuration):
+    assert recipe["package"]["version"] == hf_axonn.__version__
     commands = configuration["options.entry_points"]["console_scripts"].strip().splitlines()
     assert recipe["build"]["python"]["entry_points"] == commands
-    python, scripts = recipe["tests"]
-    assert scripts["script"] == [f"{command.partition(' = ')[0]} --help" for command in commands]
-    packages = configuration["options"]["packages"].split()
-    assert set(python["python"]["imports"]) <= set(packages)
-    about = recipe["about"]
-    assert (about["summary"], about["license"]) == (
-        configuration["metadata"]["description"],
-        configuration["metadata"]["license"],
-    )
-    assert (ROOT / about["license_file"]).is_file()
-    assert (ROOT / "conda" / recipe["source"]["path"]).resolve() == ROOT

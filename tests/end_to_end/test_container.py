@@ -1,4 +1,4 @@
-"""The Dockerfile, which no test builds: by hadolint, by what it copies and installs, and by what the documents say."""
+"""The Dockerfile, which no test builds: by hadolint, and by what it copies and installs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import zipfile
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from hf_axonn.cli.main import main as hf_axonn_main
 from tests.end_to_end.test_packaging import FOLDERS
 from tests.helpers import ROOT
 
@@ -26,14 +25,6 @@ STEPS = [
     for line in re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", TEXT, flags=re.MULTILINE)).splitlines()
     if line
 ]
-IMAGE = re.compile(r"BASE=(\S+)")
-
-
-@pytest.fixture(scope="module")
-def configuration():
-    parser = configparser.ConfigParser()
-    parser.read(ROOT / "setup.cfg")
-    return parser
 
 
 def of_the_clone() -> list[str]:
@@ -91,39 +82,12 @@ def test_the_wheel_is_built_of_what_is_copied(tmp_path):
     } <= names
 
 
-def test_what_is_installed_and_run_is_there(configuration):
+def test_extras_and_base_images_are_those_of_setup_cfg():
+    """pip only warns of an extra that is not there, and puts another torch in place of one that is out of range."""
+    configuration = configparser.ConfigParser()
+    configuration.read(ROOT / "setup.cfg")
     (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", TEXT, re.MULTILINE)
     assert set(extras.split(",")) <= set(configuration["options.extras_require"])
-    assert ("ENTRYPOINT", '["hf-axonn"]') in STEPS and "hf-axonn = " in configuration["options.entry_points"][
-        "console_scripts"
-    ]
-    (user,) = [rest for name, rest in STEPS if name == "USER"]
-    assert user == "1000:1000" and STEPS.index(("USER", user)) > max(
-        place for place, (name, _) in enumerate(STEPS) if name == "RUN"
-    )
-    (command,) = re.findall(r"hf-axonn (finetune --config axonn.yaml) \.\.\.", TEXT)
-    with pytest.raises(SystemExit) as end:
-        hf_axonn_main([command.split()[0], "--help"])
-    assert end.value.code == 0
-
-
-def test_the_images_that_are_named_have_what_is_needed(configuration):
-    """Their tags name the release of torch, or of Python; the documents name the same ones."""
-    named = IMAGE.findall(TEXT)
-    assert len(set(named)) == 3 and {image.partition(":")[0] for image in named} == {
-        "pytorch/pytorch",
-        "rocm/pytorch",
-        "python",
-    }
-    (default,) = re.findall(r"^ARG BASE=(\S+)$", TEXT, re.MULTILINE)
-    assert default in named
     (torch,) = re.findall(r"^torch(\S+)$", configuration["options"]["install_requires"], re.MULTILINE)
-    for image in named:
-        found = re.search(r"(?:pytorch:|pytorch_release_)(\d+\.\d+\.\d+)", image)
-        if found:
-            assert SpecifierSet(torch).contains(found[1]), image
-        python = re.search(r"py(?:thon:)?(3\.\d+)", image)
-        if python:
-            assert f"Python :: {python[1]}\n" in configuration["metadata"]["classifiers"] + "\n", image
-    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
-    assert set(IMAGE.findall(page)) == set(named)
+    releases = re.findall(r"BASE=\S*(?:pytorch:|pytorch_release_)(\d+\.\d+\.\d+)", TEXT)
+    assert len(releases) > 1 and all(SpecifierSet(torch).contains(release) for release in releases)

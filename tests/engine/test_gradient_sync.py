@@ -79,7 +79,6 @@ class Branches(nn.Module):
 
 def unused_parameters():
     """Reached on no rank: None, as on one process. Reached on some: zeros count on the others."""
-
     grid = Grid(data=4)
     torch.manual_seed(0)
     model, _ = parallelize(Branches(), grid)

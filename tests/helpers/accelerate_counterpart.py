@@ -113,7 +113,7 @@ def check_operations(folder: Path) -> None:
 
 
 def token_rows() -> torch.Tensor:
-    """[STEPS * MICRO * BATCH, 12]"""
+    """[STEPS * MICRO * BATCH, 12]."""
     return torch.randint(3, 131, (STEPS * MICRO * BATCH, 12), generator=torch.Generator().manual_seed(1))
 
 

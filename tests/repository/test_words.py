@@ -1,5 +1,7 @@
 """Which words are counted, and that the numbers of words.json can only fall."""
 
+import pytest
+
 from tests.repository.words import compare_counts, find_words
 
 
@@ -34,6 +36,32 @@ def test_fragments_pronouns_and_participles_are_found():
         (13, "variables", "its"),
         (15, "functions", "closed"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "words"),
+    [
+        ("# of the\n# the grid\n", 1, "the the"),
+        ("step = 1  # by a a step", 1, "a a"),
+        ('message = (\n    "by a step "\n    "step or in place"\n)', 2, "step step"),
+        ('"""The ranks.\n\nThe grid grid."""', 3, "grid grid"),
+    ],
+)
+def test_words_that_stand_twice_are_found(source, line, words):
+    assert list(find_words(source)) == [(line, "doubled words", words)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Sum.\n\n    hash            hash of tokens\n"""',
+        '"""The samples\nsamples     with the sample\n"""',
+        'text = f"--output output and {words} words"',
+        "# of x * x\nx = 1\nx = 2",
+    ],
+)
+def test_columns_options_and_code_are_no_doubled_words(source):
+    assert list(find_words(source)) == []
 
 
 def test_a_number_that_rises_is_refused_and_one_that_falls_is_seen():

@@ -1,5 +1,7 @@
 """Counts words that make code hard to read, and fails where a package has more of them than words.json says.
 
+A word that stands twice in a row is looked for in the documents, too.
+
     python -m tests.repository.words                    compare: `make lint` calls this
     python -m tests.repository.words hf_axonn/engine    list each place in these packages, file:line
     python -m tests.repository.words --write            write the numbers down, after they fell
@@ -17,8 +19,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.helpers import ROOT
+from tests.repository.documents import DOCUMENTS, FENCE
 
-ROOT = Path(__file__).parents[2]
+
 ALLOWED = Path(__file__).with_name("words.json")
 FOLDERS = ("hf_axonn", "eval", "training_scripts")
 # A docstring that begins with one of these is a part of a sentence ("What a rank has"), and says no verb.
@@ -33,6 +37,9 @@ PARTICIPLES = frozenset(
 )
 VERBS = frozenset("put read run set cut spread embed feed need seed shed speed exceed proceed succeed".split())
 STATES = frozenset(("property", "cached_property", "functools.cached_property", "pytest.fixture"))  # decorators
+# Two spaces separate columns of a table, and a table may begin a line with the word that ends the line above.
+TWICE = re.compile(r"(?<![\w./=*-])([A-Z]?[a-z]+)(?: |\n[ #]*)(?i:\1)(?![\w/=*-]|\.\w|  )")
+COMMENTS = re.compile(r"(?:^[ \t]*#.*\n)+|#.*", re.MULTILINE)
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -53,6 +60,16 @@ def find_words(source: str) -> Iterator[tuple[int, str, str]]:
             yield node.lineno, "variables", node.arg
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PRONOUNS:
             yield node.lineno, "variables", node.id
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from find_doubled_words(node.value, node.lineno)
+    for comments in COMMENTS.finditer(source):
+        yield from find_doubled_words(comments[0], source.count("\n", 0, comments.start()) + 1)
+
+
+def find_doubled_words(text: str, line: int = 1) -> Iterator[tuple[int, str, str]]:
+    """Yield line, kind and text of each word that stands twice in a row, in a text that begins on this line."""
+    for match in TWICE.finditer(text):
+        yield line + text.count("\n", 0, match.start()), "doubled words", " ".join(match[0].replace("#", "").split())
 
 
 def _judge_function(node: FUNCTIONS) -> Iterator[tuple[int, str, str]]:
@@ -65,7 +82,7 @@ def _judge_function(node: FUNCTIONS) -> Iterator[tuple[int, str, str]]:
 
 
 def list_places(packages: list[str]) -> Iterator[tuple[str, str, int, str, str]]:
-    """Yield package, file, line, kind and text of each place in these packages; in all if there are none."""
+    """Yield package, file, line, kind and text of each place in these packages, in all and in documents by default."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             file = path.relative_to(ROOT).as_posix()
@@ -73,6 +90,10 @@ def list_places(packages: list[str]) -> Iterator[tuple[str, str, int, str, str]]
             if not packages or any(file.startswith(name.rstrip("/") + "/") or file == name for name in packages):
                 for line, kind, text in find_words(path.read_text(encoding="utf-8")):
                     yield package, file, line, kind, text
+    for path in () if packages else DOCUMENTS:
+        text = FENCE.sub(lambda block: "\n" * block[0].count("\n"), path.read_text(encoding="utf-8"))
+        for line, kind, words in find_doubled_words(text):
+            yield "docs", path.relative_to(ROOT).as_posix(), line, kind, words
 
 
 def count_places() -> dict[str, dict[str, int]]:

@@ -170,7 +170,7 @@ class Outcome:
 
     @property
     def peak(self) -> int:
-        """The most that was there at all. (The fused AdamW needs nothing besides.)"""
+        """The most that was there at all; the fused AdamW needs nothing besides."""
         return self.parameters + self.moments + max(self.forward, self.backward, self.gradients)
 
 
