@@ -66,15 +66,15 @@ gpu: $(STAMPS)/dev
 # Hours on two cores. What is known is kept in runs/, so that a run that was stopped goes on.
 mutants: $(STAMPS)/dev
 	$(BIN)/python -m pip install $(PIP_ARGS) --quiet --editable ".[mutants]"
-	$(BIN)/python -m tests.repository.mutants hf_axonn --results runs/mutants-hf_axonn.jsonl $(ARGS)
-	$(BIN)/python -m tests.repository.mutants eval --results runs/mutants-eval.jsonl $(ARGS)
+	$(BIN)/python -m tests.tools.mutants hf_axonn --results runs/mutants-hf_axonn.jsonl $(ARGS)
+	$(BIN)/python -m tests.tools.mutants eval --results runs/mutants-eval.jsonl $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m tests.repository.type_errors
-	$(BIN)/python -m tests.repository.words
+	$(BIN)/python -m tests.tools.type_errors
+	$(BIN)/python -m tests.tools.words
 	$(BIN)/codespell hf_axonn eval training_scripts docs *.md
 
 format: $(STAMPS)/dev
@@ -86,8 +86,8 @@ docs: $(STAMPS)/docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build/site
 
 picture: $(STAMPS)/dev
-	$(BIN)/python -m tests.repository.package_graph
-	$(BIN)/python -m tests.repository.pictures
+	$(BIN)/python -m tests.tools.package_graph
+	$(BIN)/python -m tests.tools.pictures
 
 wheel: $(STAMPS)/dev
 	$(BIN)/python -m build --outdir dist .

@@ -13,7 +13,7 @@ from hf_axonn import __version__  # noqa: E402
 project = "hf_axonn"
 author = "the authors of hf_axonn"
 version = release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "tests.repository.site_pages"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "tests.tools.site_pages"]
 
 # Sources are those of the repository, so that links between the files in docs and beside it are the same on GitHub.
 root_doc = "docs/index"

@@ -1,7 +1,7 @@
 """A real run with MonitorCallback, for the picture of docs/monitoring.md: what tensorboard has of it.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.monitoring --output docs/pictures/monitoring.json
-    python -m tests.repository.pictures
+    python -m tests.tools.pictures
 
 GoldfishTrainer over x=2 on the processor of this machine. It evaluates and saves every 20 steps, is stopped after step
 47 as a crash would stop it, and goes on from step 40 in new processes. `peak_tflops` is what a large product reaches

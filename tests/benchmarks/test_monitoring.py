@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.benchmarks.monitoring import run
-from tests.repository.pictures import CHARTS, SPENT
+from tests.tools.pictures import CHARTS, SPENT
 
 
 def test_a_run_that_is_stopped_and_goes_on_has_what_the_picture_shows():

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.helpers.fenced_blocks import LEFT_OUT, of_page, run_page
-from tests.repository.documents import blocks
+from tests.tools.documents import blocks
 
 
 # What a page leaves behind that it promises.

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from tests.helpers import ROOT
-from tests.repository.documents import SHELL, Block, blocks
+from tests.tools.documents import SHELL, Block, blocks
 
 
 PREPARED = "docs/tutorials/fine_tune.md"  # up to its heading "Train"

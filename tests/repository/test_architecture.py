@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from tests.repository import package_graph
-from tests.repository.documents import DOCUMENTS, defined_in
-from tests.repository.package_graph import imports, mermaid, reachable, reduced, written
+from tests.tools import package_graph
+from tests.tools.documents import DOCUMENTS, defined_in
+from tests.tools.package_graph import imports, mermaid, reachable, reduced, written
 
 
 TEXT = package_graph.DOCUMENT.read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ from hf_axonn.launch.command import accelerate_options
 from hf_axonn_eval.__main__ import main as eval_main
 from tests.benchmarks.gpu.__main__ import main as gpu_main
 from tests.helpers import ROOT
-from tests.repository.documents import DOCUMENTS, FENCE, SHELL, Block, blocks, defined_in
+from tests.tools.documents import DOCUMENTS, FENCE, SHELL, Block, blocks, defined_in
 from tests.versions.environments import main as versions_main
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.helpers import ROOT
-from tests.repository.messages_page import FOLDERS, GAP, MESSAGES, Message, literals, messages_of, module_files
+from tests.tools.messages_page import FOLDERS, GAP, MESSAGES, Message, literals, messages_of, module_files
 
 
 QUOTED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from tests.repository.mutants import EQUALITY, where_tested
+from tests.tools.mutants import EQUALITY, where_tested
 
 
 @pytest.mark.parametrize("package", ["hf_axonn", "eval"])

@@ -10,8 +10,8 @@ from hf_axonn_eval.data.contract import BY_RESULTS, CHECKS
 from hf_axonn_eval.data.protocols import read_protocol
 from hf_axonn_eval.metrics.registry import METRICS
 from tests.helpers import ROOT
-from tests.repository.protocol_page import DOCUMENT, written
 from tests.repository.test_eval_docs import options
+from tests.tools.protocol_page import DOCUMENT, written
 
 
 TEXT = DOCUMENT.read_text(encoding="utf-8")
@@ -19,7 +19,7 @@ FOLDER = ROOT / "eval" / "data" / "published"
 
 
 def test_the_page_is_as_the_files():
-    assert TEXT == written(TEXT), "a protocol has changed: run  python -m tests.repository.protocol_page"
+    assert TEXT == written(TEXT), "a protocol has changed: run  python -m tests.tools.protocol_page"
 
 
 def test_a_page_without_a_place_for_them_is_named():

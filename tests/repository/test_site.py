@@ -12,8 +12,9 @@ import hf_axonn_eval
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.time.exposed import Overlaps, exposed_seconds
 from tests.helpers import ROOT
-from tests.repository.documents import DOCUMENTS, FENCE, blocks
-from tests.repository.pictures import (
+from tests.repository.test_docs import DOTTED, inline_code
+from tests.tools.documents import DOCUMENTS, FENCE, blocks
+from tests.tools.pictures import (
     CONTEXT,
     FOLDER,
     MACHINE,
@@ -24,8 +25,7 @@ from tests.repository.pictures import (
     overlap_seconds,
     timeline,
 )
-from tests.repository.site_docstrings import options_of, shown_signature, to_rst
-from tests.repository.test_docs import DOTTED, inline_code
+from tests.tools.site_docstrings import options_of, shown_signature, to_rst
 
 
 MENU = ROOT / "docs" / "index.md"

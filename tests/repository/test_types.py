@@ -8,7 +8,7 @@ import pytest
 import hf_axonn
 import hf_axonn_eval
 from tests.helpers.import_orders import exports
-from tests.repository.type_errors import PACKAGES, compare, mypy, package_of
+from tests.tools.type_errors import PACKAGES, compare, mypy, package_of
 
 
 CORRECT = """\

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.repository.words import compare_counts, find_words
+from tests.tools.words import compare_counts, find_words
 
 
 SOURCE = '''

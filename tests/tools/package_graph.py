@@ -1,6 +1,6 @@
 """The picture and the table of packages in docs/architecture.md, made of the imports.
 
-    python -m tests.repository.package_graph       writes them anew (`make picture`)
+    python -m tests.tools.package_graph       writes them anew (`make picture`)
 
 A package is a folder or a file directly below one of FOLDERS; `hf_axonn` and `hf_axonn_eval` themselves stand for
 their public names, as others import them. The table has every import between packages, those inside of functions too.

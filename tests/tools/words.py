@@ -2,9 +2,9 @@
 
 A word that stands twice in a row is looked for in the documents, too.
 
-    python -m tests.repository.words                    compare: `make lint` calls this
-    python -m tests.repository.words hf_axonn/engine    list each place in these packages, file:line
-    python -m tests.repository.words --write            write the numbers down, after they fell
+    python -m tests.tools.words                    compare: `make lint` calls this
+    python -m tests.tools.words hf_axonn/engine    list each place in these packages, file:line
+    python -m tests.tools.words --write            write the numbers down, after they fell
 
 A package that the file does not name has none.
 """
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.helpers import ROOT
-from tests.repository.documents import DOCUMENTS, FENCE
+from tests.tools.documents import DOCUMENTS, FENCE
 
 
 ALLOWED = Path(__file__).with_name("words.json")
@@ -130,9 +130,9 @@ def main(arguments: list[str]) -> int:
         return 0
     lines, fell = compare_counts(json.loads(ALLOWED.read_text(encoding="utf-8")), counts)
     for line in lines:
-        print(f"{line}; python -m tests.repository.words {line.partition(':')[0]} lists them")
+        print(f"{line}; python -m tests.tools.words {line.partition(':')[0]} lists them")
     if fell:
-        print(f"Lower the numbers in {ALLOWED.relative_to(ROOT)}: python -m tests.repository.words --write")
+        print(f"Lower the numbers in {ALLOWED.relative_to(ROOT)}: python -m tests.tools.words --write")
     total = sum(number for kinds in counts.values() for number in kinds.values())
     print(f"words: {total} places, {'too many' if lines else 'no more than allowed'}")
     return 1 if lines else 0

@@ -1,6 +1,6 @@
 """The part of docs/protocols.md that is made of the files in eval/data/published.
 
-`python -m tests.repository.protocol_page` writes it; test_protocol_page.py compares.
+`python -m tests.tools.protocol_page` writes it; test_protocol_page.py compares.
 """
 
 import sys
@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 
 
 DOCUMENT = ROOT / "docs" / "protocols.md"
-BEGIN, END = "<!-- begin of the protocols, written by tests/repository/protocol_page.py -->", "<!-- end -->"
+BEGIN, END = "<!-- begin of the protocols, written by tests/tools/protocol_page.py -->", "<!-- end -->"
 
 
 def section(some: Protocol) -> str:

@@ -1,6 +1,6 @@
 """The pictures of docs/pictures, drawn from the code's own numbers.
 
-    python -m tests.repository.pictures       writes them anew (`make picture`)
+    python -m tests.tools.pictures       writes them anew (`make picture`)
 
 grid         who sits where: `Grid.coordinates`, `Grid.ranks_along`
 weights      which rank holds which rectangle of a weight: `slices_at`
@@ -46,7 +46,7 @@ from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
 from hf_axonn_eval import clopper_pearson
 from tests.benchmarks.planner.simulate import NoValues, faked, values_are_read, world
 from tests.helpers import ROOT
-from tests.repository.package_graph import FOLDERS, folder_of, imports, layers, reduced, short
+from tests.tools.package_graph import FOLDERS, folder_of, imports, layers, reduced, short
 
 
 FOLDER = ROOT / "docs" / "pictures"

@@ -1,7 +1,7 @@
 """What the tests are worth: small random changes to the code, and how many of them a test notices.
 
-    python -m tests.repository.mutants hf_axonn --results runs/mutants-hf_axonn.jsonl
-    python -m tests.repository.mutants eval     --results runs/mutants-eval.jsonl --workers 2
+    python -m tests.tools.mutants hf_axonn --results runs/mutants-hf_axonn.jsonl
+    python -m tests.tools.mutants eval     --results runs/mutants-eval.jsonl --workers 2
 
 cosmic-ray changes one operator, number, comparison or condition at a time. The sample is drawn by a seed from all
 such places of a package. Each change is made in a copy of the repository, where the fast tests of the module run:

@@ -1,7 +1,7 @@
 """Runs mypy, and fails where a package has more errors than type_errors.json says: `make lint` calls this.
 
-    python -m tests.repository.type_errors
-    python -m tests.repository.type_errors --write      write the numbers down, after they fell
+    python -m tests.tools.type_errors
+    python -m tests.tools.type_errors --write      write the numbers down, after they fell
 
 A package that the file does not name has none. Which packages are strict is in pyproject.toml.
 """
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
     for line in [*worse, *better]:
         print(line)
     if better:
-        print(f"Lower the numbers in {ALLOWED.relative_to(ROOT)}: python -m tests.repository.type_errors --write")
+        print(f"Lower the numbers in {ALLOWED.relative_to(ROOT)}: python -m tests.tools.type_errors --write")
     print(f"mypy: {sum(counts.values())} errors, {'too many' if worse else 'no more than allowed'}")
     return 1 if worse else 0
 

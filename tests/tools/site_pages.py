@@ -37,8 +37,8 @@ from sphinx.transforms import SphinxTransform
 from hf_axonn.cli.main import main as hf_axonn_main
 from hf_axonn_eval.__main__ import main as eval_main
 from tests.helpers import ROOT
-from tests.repository.messages_page import MESSAGES, messages_table
-from tests.repository.site_docstrings import inline, options_of, shown_signature, to_rst
+from tests.tools.messages_page import MESSAGES, messages_table
+from tests.tools.site_docstrings import inline, options_of, shown_signature, to_rst
 
 
 MENU = "docs/index"
