@@ -88,7 +88,7 @@ def test_importing_torch_loads_the_hook_and_nothing_heavy():
         assert "hf_axonn.launch.autoload" in sys.modules, "the entry point was not called: is the package installed?"
         assert not loaded & {"transformers", "accelerate", "peft", "datasets", "yaml"}, loaded
         own = {name for name in sys.modules if name.startswith("hf_axonn.")}
-        assert own == {"hf_axonn.launch", "hf_axonn.launch.autoload"}, own
+        assert own == {"hf_axonn.compat", "hf_axonn.compat.facade", "hf_axonn.launch", "hf_axonn.launch.autoload"}, own
         import types
         sys.modules["hf_axonn.plugin"] = plugin = types.ModuleType("hf_axonn.plugin")
         plugin.install_default = lambda: sys.exit("no worker gets the plugin")
@@ -112,7 +112,7 @@ def test_the_hook_itself_imports_next_to_nothing(worker):
         """
     found = set(run_python(code, AXONN_CONFIG=worker).stdout.split())
     own = {name for name in found if name.partition(".")[0] == "hf_axonn"}
-    needed = {"hf_axonn", "hf_axonn.launch", "hf_axonn.launch.autoload"}
+    needed = {"hf_axonn", "hf_axonn.compat", "hf_axonn.compat.facade", "hf_axonn.launch", "hf_axonn.launch.autoload"}
     if worker:
         needed |= {"hf_axonn.compat", "hf_axonn.compat.post_import"}  # the plugin comes with accelerate
     assert own == needed
