@@ -77,7 +77,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     from hf_axonn_eval.data.documents import count_documents
     from hf_axonn_eval.data.kinds import kind_of
-    from hf_axonn_eval.data.overlaps import read_drop
     from hf_axonn_eval.data.samples import write_about, write_samples
     from hf_axonn_eval.data.sampling import Tally, iter_samples
     from hf_axonn_eval.data.tokenizer_identity import tokenizer_identity
@@ -86,8 +85,11 @@ def run(arguments: argparse.Namespace) -> None:
     identity = tokenizer_identity(tokenizer)
     _announce(arguments, chosen, sampling, identity)
     tally = Tally()
-    drop = set(read_drop(arguments.drop)) if arguments.drop is not None else set()
-    drop.update(chosen.drop if chosen is not None else ())
+    drop = set(chosen.drop if chosen is not None else ())
+    if arguments.drop is not None:
+        from hf_axonn_eval.data.overlaps import read_drop  # imports SciPy
+
+        drop.update(read_drop(arguments.drop))
     counts = [count_documents(path) for path in (*arguments.documents, *arguments.control)]
     total = None if None in counts else sum(count for count in counts if count is not None)
     # on a terminal alone; TQDM_DISABLE=1 switches it off there, too
