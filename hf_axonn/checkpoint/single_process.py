@@ -19,7 +19,7 @@ from hf_axonn.checkpoint.hf_loader import fill, refuse_integers
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import local, local_slices, shard_of
 from hf_axonn.engine.stage_tensors import over_stages
-from hf_axonn.engine.state import is_parallelized, parallel_state
+from hf_axonn.engine.state import parallel_state
 
 
 WEIGHTS = "model.safetensors"
@@ -121,7 +121,7 @@ def _places(model: nn.Module, groups: list[dict[str, Any]]) -> tuple[list[int], 
     if state is None or state.grid.pipe == 1:
         counts = [len(group["params"]) for group in groups]
         return counts, [list(range(count)) for count in counts]
-    inner = next(filter(is_parallelized, model.modules()))
+    inner = next(module for module in model.modules() if vars(module).get("axonn") is state)  # PEFT wraps it
     name_of = {id(parameter): name for name, parameter in inner.named_parameters()}
     own = [[name_of[id(parameter)] for parameter in group["params"]] for group in groups]
     known = {name: place for place, name in enumerate(state.names)}

@@ -83,10 +83,12 @@ def run(*, hidden: int = 256, layers: int = 4, steps: int = STEPS, every: int = 
     peak = cpu_speed("float32") / len(os.sched_getaffinity(0)) / 1e12
     found: dict[str, dict[int, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for stop in (crash, steps):
+        for launch, stop in enumerate((crash, steps)):
+            # Tensorboard names folders and files by the second, and two launches may begin in the same one.
+            os.environ["TENSORBOARD_LOGGING_DIR"] = str(Path(scratch, "runs", str(launch)))
             run_ranks(train, GRID.size, Path(scratch), hidden, layers, steps, every, stop, peak, timeout=1500)
-        # One folder of event files for each launch, named by its time.
-        for runs in sorted(Path(scratch, "runs").iterdir(), key=lambda path: path.stat().st_mtime):
+        del os.environ["TENSORBOARD_LOGGING_DIR"]
+        for runs in sorted(Path(scratch, "runs").iterdir()):
             for tag, points in scalars(runs).items():
                 name = tag.removeprefix(PREFIX)
                 if name != tag and name.startswith(KEPT) and not name.endswith("device"):
