@@ -312,6 +312,7 @@ def test_the_machine_is_looked_at():
     assert (found.count == 0) == (found.kind == "cpu")
 
 
+@pytest.mark.slow
 def test_a_part_runs_and_is_done(environment, tmp_path, monkeypatch, capsys):
     machine = Machine(**work.machine(argparse.Namespace()))
     monkeypatch.setattr(command, "find_machine", lambda: machine)

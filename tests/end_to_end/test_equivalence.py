@@ -67,6 +67,7 @@ def test_five_steps_of_every_model_on_every_grid_of_four():
     assert not too_large(table, 1e-10)
 
 
+@pytest.mark.slow
 def test_six_ranks_with_different_x_and_y():
     assert not too_large(run([five_steps("llama"), five_steps("smollm2")], SIX_RANKS), 1e-10)
 

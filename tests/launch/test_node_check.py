@@ -109,6 +109,7 @@ torch.distributed.barrier()
 """
 
 
+@pytest.mark.slow
 def test_two_launch_files_that_differ_end_with_one_message_each(tmp_path):
     """Two launchers on this machine stand for two machines with two processes each."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -120,6 +120,7 @@ def test_base_is_the_same_on_every_grid(with_base, with_data, tmp_path, grid):
     assert mine[16] == pytest.approx(theirs[16], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_of_products_alone(with_base, with_data, tmp_path):
     other = with_data.copy(tmp_path)
     other.change("warmup_steps: 2}", "warmup_steps: 2, bf16: true}")
@@ -268,6 +269,7 @@ def test_a_killed_run_goes_on(with_run, small, monkeypatch, first, second):
         ]
 
 
+@pytest.mark.slow
 def test_a_killed_base_goes_on_in_the_same_shuffled_order(with_base, with_data, tmp_path, monkeypatch):
     small = with_data.copy(tmp_path)
     with monkeypatch.context() as patches:

@@ -143,6 +143,7 @@ def test_two_ranks_equal_one_process(folder, truths):
     check(folder, truths, [(grid, case) for grid, cases in quick.items() for case in cases])
 
 
+@pytest.mark.slow
 def test_four_ranks_equal_one_process(folder, truths):
     quick = ("a reference that follows", "a copied adapter", "several losses, weighted", "KTO", "rewards, adapters")
     check(folder, truths, [(Grid(z=2, x=2), case) for case in quick])

@@ -355,6 +355,7 @@ def test_what_every_run_does_and_rare_optimizers_on_four_ranks(folder, truth):
     assert_on_four_ranks(folder, truth, [*COMMON, *RARE])
 
 
+@pytest.mark.slow
 def test_every_option_on_four_ranks(folder, truth):
     assert_on_four_ranks(folder, truth, [name for name in OTHERS if name not in RARE])
     assert any(entry.get("grad_norm") for entry in truth["noisy"]["history"])

@@ -124,6 +124,7 @@ def test_two_ranks_equal_one_process(tmp_path, truths):
     run_ranks(_equal, 2, tmp_path, pairs, truths)
 
 
+@pytest.mark.slow
 def test_four_ranks_equal_one_process(tmp_path, truths):
     packed, padded, adapters = FIRST
     z2x2, z2y2 = Grid(z=2, x=2), Grid(z=2, y=2)
