@@ -78,8 +78,9 @@ def compile_regions(state: ShardedModel, model: nn.Module, **options: Any) -> No
             f"torch.compile of a {type(model).__name__} over a grid: it is sharded Linear by Linear, without "
             "attention and MLP blocks that are known, so there is nothing to compile. Omit torch_compile."
         )
+    regions = {module: Region(state, module, options) for module in modules}  # torch refuses wrong options here
     state.compile_with(dict(options))
-    state.add_regions({module: Region(state, module, options) for module in modules})
+    state.add_regions(regions)
     for module, region in state.regions.items():
         patch_innermost(module, region.forward)
     for module in dict.fromkeys(child for region in modules for child in region.modules()):

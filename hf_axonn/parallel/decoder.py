@@ -233,8 +233,8 @@ def install_causal_lm(state: ShardedModel, model: nn.Module) -> None:
             and isinstance(logits_to_keep, int)
             and logits_to_keep == 0
         )
-        state.context.begin_forward(state.weights, whole_model=True, defer_head=defer_head)
         try:
+            state.context.begin_forward(state.weights, whole_model=True, defer_head=defer_head)
             output = original(*args, **kwargs)
         finally:
             state.context.end_forward()

@@ -1,7 +1,7 @@
 """Resuming a Trainer from a checkpoint: the newest complete one, on whatever grid it runs now.
 
 Each function wraps the method of Trainer that has its name (hooks.py). With a plain model and a plain
-checkpoint the stock method does it.
+checkpoint the stock method does it, after engine/master_weights.py.
 
 Checked with transformers 5.20 to 5.24 (trainer.py).
 """

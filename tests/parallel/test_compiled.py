@@ -78,6 +78,8 @@ def _bits_and_graphs() -> None:
     eager, compiled = sharded(grid, "llama"), sharded(grid, "llama")
     torch.compiler.reset()
     counters.clear()
+    with pytest.raises(RuntimeError, match="Unrecognized mode"):
+        compiled.compile(mode="fastest")  # what torch refuses leaves the model as it was
     compiled.compile(backend="aot_eager")
     compiled.compile(backend="aot_eager")  # of no effect
     with pytest.raises(ValueError, match="is compiled already, with {'backend': 'aot_eager'}"):
