@@ -64,7 +64,8 @@ class Bundle:
             tree = bundle._read(directory, member, _read_object)
             if tree is not None:
                 bundle.trees[member] = tree
-        bundle.samples = bundle._read(directory, SAMPLES, lambda path: _read_samples(path, runs)) or {}
+        # of a damaged file, what stands before the damage
+        bundle._read(directory, SAMPLES, lambda path: _read_samples(path, runs, into=bundle.samples))
         return bundle
 
     def _read(self, directory: Path, member: str, read: Callable[[Path], Any]) -> Any:
@@ -98,12 +99,10 @@ def _read_about(path: Path) -> dict[str, Any]:
     return about
 
 
-def _read_samples(path: Path, runs: Sequence[str]) -> dict[str, Entry]:
-    samples: dict[str, Entry] = {}
+def _read_samples(path: Path, runs: Sequence[str], into: dict[str, Entry]) -> None:
     for line in json_lines(path):
         entry: Any = line.value
         texts = [entry[name] for name in ("sample", "document", "tokens")]
-        if not all(isinstance(text, str) for text in texts) or entry["sample"] in samples:
+        if not all(isinstance(text, str) for text in texts) or entry["sample"] in into:
             raise TypeError
-        samples[texts[0]] = Entry(texts[1], texts[2], tuple(entry["parts"].get(name) for name in runs))
-    return samples
+        into[texts[0]] = Entry(texts[1], texts[2], tuple(entry["parts"].get(name) for name in runs))

@@ -218,9 +218,9 @@ def read_settings(option: str, text: str, kinds: Mapping[str, Callable[[str], An
     settings: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
+        if name in settings:
+            raise ValueError(f"{option} {text} has {name} twice.")
         try:
-            if name in settings:
-                raise ValueError
             settings[name] = kinds[name](value)
         except (KeyError, ValueError, argparse.ArgumentTypeError):
             raise ValueError(f"{option} {text} is not like {example}.") from None

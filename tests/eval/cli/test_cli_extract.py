@@ -118,7 +118,7 @@ def test_the_command_line_has_the_last_word(place, tmp_path):
     [
         ("--sampler top_k", "--sampler top_k is not like"),
         ("--sampler heat=1", "--sampler heat=1 is not like"),
-        ("--sampler top_k=1,top_k=2", "--sampler top_k=1,top_k=2 is not like"),
+        ("--sampler top_k=1,top_k=2", "--sampler top_k=1,top_k=2 has top_k twice."),
         ("--sampler temperature=0", "temperature is 0.0"),
         ("--generation --no_generation", "--generation does not go with"),
         ("--stop_early --sampler top_k=2", "does not go with sampler"),

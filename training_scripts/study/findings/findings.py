@@ -30,7 +30,7 @@ OVERALL = "overall"  # of every bucket but 0
 class Outcome(NamedTuple):
     """A number of a passage, whose mean is compared over sizes, repetitions and losses.
 
-    `column` of `Asked`, or `learnt`; `controlled`: bucket 0 of the same runs is subtracted.
+    `column` of `Answers`, or `learnt`; `controlled`: bucket 0 of the same runs is subtracted.
     """
 
     title: str

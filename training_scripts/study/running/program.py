@@ -23,7 +23,10 @@ AFTER_FIRST = 1.0  # seconds: when a rank has ended, the launcher ends the other
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Do the step that the command line names."""
-    path, folder, name = sys.argv[1:] if argv is None else argv
+    words = sys.argv[1:] if argv is None else argv
+    if len(words) != 3:
+        raise SystemExit("usage: python -m hf_axonn_scripts.study.running.program RECIPE OUTPUT STEP")
+    path, folder, name = words
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     is_first = os.environ.get("RANK", "0") == "0"
     try:
