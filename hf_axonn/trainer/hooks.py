@@ -1,7 +1,7 @@
 """Methods that Transformers' Trainer runs otherwise for a parallelized model, and for no other.
 
 Trainer saves and loads on rank 0 and has no place to plug this in, so a few methods of the class are wrapped. With a
-plain model and a plain checkpoint each wrapper calls the stock method; only engine/master_weights.py does more for them.
+plain model and a plain checkpoint each wrapper calls the stock method; engine/master_weights.py adds to that.
 
 Checked with transformers 5.20 to 5.24 (trainer.py, trainer_pt_utils.py).
 """
