@@ -138,7 +138,7 @@ def _say_written(arguments: argparse.Namespace, tally: Any, digest: str) -> None
     """Say how many samples there are, of which buckets, and which documents were left out and why."""
     say(f"{tally.samples} samples from {tally.documents} documents: {arguments.output}")
     for bucket, count in sorted(tally.buckets.items()):
-        say(f"  trained on {bucket}x: {count}")
+        say(f"  bucket {bucket}: {count}")
     reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in tally.left_out().items()]
     say(f"  left out: {', '.join(reasons) or 'nothing'}")
     say(f"  sha256 {digest}")

@@ -40,7 +40,7 @@ def build(place, output):
 def test_from_documents_to_a_report(place, tmp_path, capsys):
     assert build(place, tmp_path / "samples.jsonl") == 0
     told = capsys.readouterr().out
-    assert f"trained on 40x: {LEARNT}" in told and samples_digest(samples()) in told
+    assert f"bucket 40: {LEARNT}" in told and samples_digest(samples()) in told
     for name in ("base", "trained"):
         asked = ["--model", place / name, "--samples", tmp_path / "samples.jsonl", "--output", tmp_path / name]
         assert main(["extract", *map(str, asked)]) == 0
