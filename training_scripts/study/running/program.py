@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_axonn.compat.arguments import Parser
 from hf_axonn_scripts.study.recipe.definition import ORDINARY, Recipe
 from hf_axonn_scripts.study.recipe.reader import read_recipe
 from hf_axonn_scripts.study.recipe.steps import Step, steps_of, tokenizer_of
@@ -23,10 +24,10 @@ AFTER_FIRST = 1.0  # seconds: when a rank has ended, the launcher ends the other
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Do the step that the command line names."""
-    words = sys.argv[1:] if argv is None else argv
-    if len(words) != 3:
-        raise SystemExit("usage: python -m hf_axonn_scripts.study.running.program RECIPE OUTPUT STEP")
-    path, folder, name = words
+    parser = Parser(prog="program.py", description="Do the work of one step of a study.")
+    for word in ("recipe", "output", "step"):
+        parser.add_argument(word)
+    path, folder, name = vars(parser.parse_args(argv)).values()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     is_first = os.environ.get("RANK", "0") == "0"
     try:
