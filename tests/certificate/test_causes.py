@@ -34,7 +34,7 @@ exec(compile(f"\\n\\n{name}()", "/home/train.py", "exec"))
 
 
 def made_batches() -> list[list[MicroBatch]]:
-    """Of two positions, two micro-batches each."""
+    """Draw two micro-batches for each of two positions."""
     generator = torch.Generator().manual_seed(0)
     return [
         [
@@ -74,8 +74,8 @@ def test_weights_of_a_gradient_are_found():
         [kept], positions, GROUPS
     )
     assert find_mixture([Shard("a", (4, 3), (2, 0), old[2:])], [], positions) is None
-    said = describe_mixtures([right, left], positions, GROUPS)
-    assert said.startswith("the gradients of rank(s) 0 are right; the gradients of rank(s) 1 are without")
+    text = describe_mixtures([right, left], positions, GROUPS)
+    assert text.startswith("the gradients of rank(s) 0 are right; the gradients of rank(s) 1 are without")
 
 
 def test_clipping_before_averaging_is_told_from_other_weights():

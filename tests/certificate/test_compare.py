@@ -36,14 +36,14 @@ def test_flat_parts_of_zero_are_put_together():
         for parameter, part in ((model.weight, (start, numel)), (model.bias, of_bias)):
             parameter._hp_mapping = None if part is None else fragment(parameter, *part)
         ranks.append(shards_of(model, gradients=False))
-    assert [[(its.name, its.offsets) for its in shards] for shards in ranks] == [
+    assert [[(shard.name, shard.offsets) for shard in shards] for shards in ranks] == [
         [("weight", (0,))],
         [("weight", (4,)), ("bias", (0,))],
     ]
     assert all(
-        torch.equal(its, {"weight": whole, "bias": bias}[name].double()) for name, its in assemble(ranks).items()
+        torch.equal(values, {"weight": whole, "bias": bias}[name].double()) for name, values in assemble(ranks).items()
     )
-    assert [its.values.shape for its in copied_shards(model)] == [(6,), (2,)]
+    assert [shard.values.shape for shard in copied_shards(model)] == [(6,), (2,)]
     truth = {"weight": whole.double() + torch.tensor([[0, 0, 0], [0, 1, 0]]), "bias": bias.double()}
     sizes = [[error.size > 0 for error in shard_errors(shards, truth, 1, 0)] for shards in ranks]
     assert sizes == [[False], [True, False]]

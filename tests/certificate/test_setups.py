@@ -84,7 +84,7 @@ def test_means_of_means_do_not_hide_a_row_that_is_seen_twice(tmp_path, inputs):
 
 
 def test_a_script_may_load_its_model_over_the_grid(tmp_path, inputs):
-    """By hf_axonn.from_pretrained, which asks Transformers what was loaded."""
+    """The script calls hf_axonn.from_pretrained, which asks Transformers what was loaded."""
     (result,) = certify_setup(of_script("hf_axonn.from_pretrained", over(x=2)), tmp_path / "run", inputs)
     assert result.equal, (result.first, result.cause)
 

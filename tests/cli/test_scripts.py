@@ -66,7 +66,7 @@ def test_what_a_script_raises_keeps_its_traceback(monkeypatch):
     ],
 )
 def test_finetune_with_a_launch_file_becomes_a_launch(words, launcher, rest, monkeypatch):
-    """That this command trains is in the slow test below, and that such a launch does in test_end_to_end.py."""
+    """The slow test below shows that this command trains, and test_end_to_end.py that such a launch does."""
 
     def become(program, command):
         raise SystemExit([program, *command])
@@ -85,7 +85,7 @@ def test_a_second_launch_file_is_refused_before_the_launch(capsys):
 
 @pytest.mark.slow
 def test_a_sentence_of_finetune_stands_alone_after_a_launch(tmp_path):
-    """With the name of the command, and its exit code."""
+    """The sentence begins with the name of the command, whose exit code is that of the launch."""
     (tmp_path / "model").mkdir()
     file = launch_file(tmp_path, Grid(z=2))
     ended = run(tmp_path, "-m", "hf_axonn", "finetune", "--config", file, "--model", "nowhere", "--data", "d.jsonl")
@@ -95,7 +95,7 @@ def test_a_sentence_of_finetune_stands_alone_after_a_launch(tmp_path):
 
 @pytest.mark.slow
 def test_finetune_on_the_grid_of_a_launch_file(tmp_path):
-    """From a folder without a clone, through `axonn-launch`, to a sharded checkpoint."""
+    """The command runs from a folder without a clone, through `axonn-launch`, to a sharded checkpoint."""
     tiny_llama().save_pretrained(tmp_path / "model")
     topics_tokenizer().save_pretrained(tmp_path / "model")
     texts = ["one two three " * (number + 4) for number in range(8)]

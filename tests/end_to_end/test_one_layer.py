@@ -19,7 +19,7 @@ SCRIPT = ROOT / "training_scripts" / "one_layer.py"
 
 
 def call_main(script: Path) -> tuple[int, str]:
-    """On one rank: the exit code of a script, and what it prints."""
+    """Run a script on one rank; return its exit code and what it prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = runpy.run_path(str(script))["main"]()

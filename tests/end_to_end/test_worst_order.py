@@ -454,7 +454,7 @@ class WithoutFinish(gradient_sync._Average):
 
     @contextlib.contextmanager
     def watching(self):
-        hooks = [its.register_post_accumulate_grad_hook(self._note_gradient) for its in self.trained]
+        hooks = [parameter.register_post_accumulate_grad_hook(self._note_gradient) for parameter in self.trained]
         yield
         for hook in hooks:
             hook.remove()

@@ -1,4 +1,4 @@
-"""Who averages the gradients of a pass, and how often."""
+"""Decisions about the averages of a pass: who begins them, and how often."""
 
 from hf_axonn.engine.averaging import GradientAveraging
 

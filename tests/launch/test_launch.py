@@ -205,19 +205,19 @@ def test_axonn_launch_refuses_alike(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "fails", "code", "said"),
+    ("launcher", "fails", "code", "reason"),
     [
         ("python -m hf_axonn.launch", "sys.exit('script.py: no such data')", 1, "script.py: no such data"),
         ("accelerate launch", "print('nothing to train', file=sys.stderr); sys.exit(2)", 2, "nothing to train"),
         ("accelerate launch", "raise ValueError('of the script')", 1, "ValueError: of the script"),
     ],
 )
-def test_a_line_for_each_rank_that_failed_follows_what_it_printed(launcher, fails, code, said, tmp_path):
-    """And no traceback but the script's own."""
+def test_a_line_for_each_rank_that_failed_follows_what_it_printed(launcher, fails, code, reason, tmp_path):
+    """There is no traceback but the script's own."""
     fails = f"import os, sys\nif os.environ['RANK'] == '1': {fails}\n"
     done, _ = start(tmp_path, *LAUNCHERS[launcher], "--config_file=axonn.yaml", "script.py", script=fails)
     assert done.returncode == code, done.stderr
-    assert done.stderr.count("Traceback") == ("raise" in fails) and said in done.stderr
+    assert done.stderr.count("Traceback") == ("raise" in fails) and reason in done.stderr
     *_, failed, why = done.stderr.splitlines()
     assert re.fullmatch(rf"hf_axonn: rank 1 \(process \d+\) ended with exit code {code}\.", failed)
     assert why == "hf_axonn: the reason is above, or in the files of --log_dir."

@@ -186,7 +186,7 @@ def _masks(samples: Sequence[Sample], settings: dict[str, Any]) -> Any:
 
 @dataclass
 class _Named:
-    """What `TokenMasks.select` looks at, of a sample."""
+    """The attribute of a sample that `TokenMasks.select` reads."""
 
     sample: Sample
 

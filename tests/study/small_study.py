@@ -83,5 +83,5 @@ class SmallStudy:
         self.recipe.write_text(text.replace(old, new), encoding="utf-8")
 
     def do(self, step: str, grid: Grid | None = None) -> Ended:
-        """What program.py does for a step, in a fork of this process for each rank."""
+        """Do a step by program.py, in a fork of this process for each rank."""
         return forked(self.folder, grid, PROGRAM, self.recipe, self.output, step, timeout=120)

@@ -112,8 +112,8 @@ def test_verbatim_is_compared_passage_by_passage(found, content):
     row = one_of(content["goldfish"], model="XL", loss="k2", bucket=16)["verbatim_difference"]
     counts = {}
     for loss in ("ordinary", "k2"):
-        asked = [one for one in found.runs_with("XL", loss) if one.seed != 2]
-        counts[loss] = sum(result.exact_match for one in asked for result in one.results if result.bucket == 16)
+        runs = [one for one in found.runs_with("XL", loss) if one.seed != 2]
+        counts[loss] = sum(result.exact_match for one in runs for result in one.results if result.bucket == 16)
     assert (row["mine"], row["ordinary"], row["passages"]) == (counts["k2"], counts["ordinary"], 32)
     assert row["gained"] - row["lost"] == counts["k2"] - counts["ordinary"] and counts["ordinary"] > 20
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tests.helpers import ROOT
 from tests.tools.documents import DOCUMENTS, FENCE
+from tests.tools.type_errors import package_of
 
 
 ALLOWED = Path(__file__).with_name("words.json")
@@ -86,10 +87,9 @@ def list_places(packages: list[str]) -> Iterator[tuple[str, str, int, str, str]]
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             file = path.relative_to(ROOT).as_posix()
-            package = "/".join(Path(file).parent.parts[:2])
             if not packages or any(file.startswith(name.rstrip("/") + "/") or file == name for name in packages):
                 for line, kind, text in find_words(path.read_text(encoding="utf-8")):
-                    yield package, file, line, kind, text
+                    yield package_of(file), file, line, kind, text
     for path in () if packages else DOCUMENTS:
         text = FENCE.sub(lambda block: "\n" * block[0].count("\n"), path.read_text(encoding="utf-8"))
         for line, kind, words in find_doubled_words(text):

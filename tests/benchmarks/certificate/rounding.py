@@ -95,7 +95,7 @@ def measure(folder: Path, dtype: str, model: str, number: int) -> None:
     numbers: list[Tensor] = []
     planted: dict[str, list[Tensor]] = {}
     for index in range(STEPS):
-        before = {name: its.float().double() for name, its in assemble([one.parameters(index)]).items()}
+        before = {name: values.float().double() for name, values in assemble([one.parameters(index)]).items()}
         single = {name: its.float() for name, its in before.items()}
         rows = one.samples[index][0]
         half = max(1, len(rows) // 2)

@@ -72,16 +72,16 @@ def counted(config: transformers.PreTrainedConfig, grid: Grid, *, checkpointing:
 
 
 def differences(config: transformers.PreTrainedConfig, shape: ModelShape, grid: Grid) -> list[str]:
-    """Where the engine sends what the planner does not say."""
+    """List where the engine sends other bytes than the planner predicts."""
     lines = []
     for checkpointing in (False, True):
         case, ledger = counted(config, grid, checkpointing=checkpointing)
-        sent, said = ledger.entries, volumes(shape, grid, case.step, layout=shape.layout(grid)).entries
+        sent, predicted = ledger.entries, volumes(shape, grid, case.step, layout=shape.layout(grid)).entries
         lines += [
             f"{'checkpointing, ' * checkpointing}{key.phase} {key.kind} over {'+'.join(key.axes)}: "
-            f"counted {sent.get(key)}, said {said.get(key)}"
-            for key in sorted({*sent, *said})
-            if sent.get(key) != said.get(key)
+            f"counted {sent.get(key)}, predicted {predicted.get(key)}"
+            for key in sorted({*sent, *predicted})
+            if sent.get(key) != predicted.get(key)
         ]
     return lines
 

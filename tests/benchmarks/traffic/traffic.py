@@ -90,7 +90,7 @@ def is_counted(name: str) -> bool:
 
 
 def count_step(kind: str, shape: DenseShape, grid: Grid, layout: str, layers: int) -> dict[LedgerKey, Volume]:
-    """What this rank issues in the second step: the first has yet to learn what to gather ahead."""
+    """Count the collectives of this rank in the second step: the first has yet to learn what to gather ahead."""
     config = AxonnConfig(grid=grid, layout=layout if grid.y > 1 else "auto")
     model, _ = parallelize(build(kind, shape, layers), grid, config=config)
     ids = torch.arange(STEP.tokens).view(STEP.rows, STEP.seq) % shape.vocab
@@ -104,7 +104,7 @@ def count_step(kind: str, shape: DenseShape, grid: Grid, layout: str, layers: in
 
 
 def count_steps() -> dict[tuple, dict[LedgerKey, Volume]]:
-    """By (model, grid, layout, layers). Runs on every rank."""
+    """Return the counts of a step by (model, grid, layout, layers). Runs on every rank."""
     found = {}
     for name, grid in itertools.product(MODELS, all_grids(WORLD)):
         kind, shape = MODELS[name]

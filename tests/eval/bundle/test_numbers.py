@@ -73,9 +73,9 @@ def test_chance_follows_from_the_loss():
 def test_metrics_of_the_maker_alone_are_carried_and_those_of_the_verifier_alone_set_aside():
     carried = [result(f"{place}", metrics={"of_the_maker": place % 2 == 0}) for place in range(10)]
     summary = {"all": {"metrics": {"of_the_maker": {"mean": 0.5, "count": 5}}}}
-    told = describe_metrics([summary])
-    assert told["of_the_maker"] == {"mean": "share", "least": "-inf", "most": "inf"}
-    assert told["exact_match"]["mean"] == "share" and told["nll"]["least"] == "0"
+    described = describe_metrics([summary])
+    assert described["of_the_maker"] == {"mean": "share", "least": "-inf", "most": "inf"}
+    assert described["exact_match"]["mean"] == "share" and described["nll"]["least"] == "0"
     before = list(METRICS)
 
     @register_metric("of_the_verifier", "x")
@@ -83,7 +83,7 @@ def test_metrics_of_the_maker_alone_are_carried_and_those_of_the_verifier_alone_
         return 1.0
 
     try:
-        with use_metrics(told):
+        with use_metrics(described):
             metrics = compute_trees({"a": carried}, **OPTIONS)[summary_file("a")]["all"]["metrics"]
         assert metrics["of_the_maker"]["count"] == 5 and "of_the_verifier" not in metrics
         assert list(METRICS) == [*before, "of_the_verifier"]

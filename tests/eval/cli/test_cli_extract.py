@@ -47,16 +47,16 @@ def test_the_protocol_of_the_samples_is_followed_and_recorded(place, tmp_path):
 
 
 def test_a_model_at_chance_is_warned_of_once(place, tmp_path, capsys, caplog):
-    """In the log, where `extract` of Python says it, too, and not in the table again."""
+    """The warning is logged, as `extract` of Python does, too, and does not stand in the table again."""
     model = tiny_llama()
     with torch.no_grad():
         model.lm_head.weight.mul_(100)
     model.save_pretrained(tmp_path / "model")
     topics_tokenizer().save_pretrained(tmp_path / "model")
-    asked = ["--model", tmp_path / "model", "--samples", place / "plain.jsonl", "--output", tmp_path / "run"]
-    assert main(["extract", *map(str, asked)]) == 0
-    said = told_of(capsys.readouterr().out) + caplog.text
-    assert said.count("better than chance") == 1 and "better than chance" in caplog.text
+    words = ["--model", tmp_path / "model", "--samples", place / "plain.jsonl", "--output", tmp_path / "run"]
+    assert main(["extract", *map(str, words)]) == 0
+    printed = told_of(capsys.readouterr().out) + caplog.text
+    assert printed.count("better than chance") == 1 and "better than chance" in caplog.text
 
 
 def told_of(words: str) -> str:

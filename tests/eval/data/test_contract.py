@@ -43,11 +43,11 @@ def test_a_run_as_published_has_no_deviation():
 def test_shorter_documents_are_told():
     """The defect that a contract is against: prefixes of 112 to 1,408 tokens, and nothing called changed."""
     short = {"prefix_tokens": {"least": 112, "most": 1408}}
-    told = deviations(check_protocol(full("sc24", short), RUN)["lines"])
-    assert told == ["prefix: published the first 1,998 of a document's first 2,048 tokens, here 112 to 1,408 tokens"]
-    told = deviations(check_protocol(full("sc24", short, min_document_tokens=100), RUN)["lines"])
-    assert told[0].startswith("documents: published English Wikipedia pages of at least 2,048 tokens, here min_docu")
-    assert len(told) == 2
+    lines = deviations(check_protocol(full("sc24", short), RUN)["lines"])
+    assert lines == ["prefix: published the first 1,998 of a document's first 2,048 tokens, here 112 to 1,408 tokens"]
+    lines = deviations(check_protocol(full("sc24", short, min_document_tokens=100), RUN)["lines"])
+    assert lines[0].startswith("documents: published English Wikipedia pages of at least 2,048 tokens, here min_docu")
+    assert len(lines) == 2
 
 
 def test_a_setting_that_no_line_names_is_a_deviation_too():
@@ -62,9 +62,9 @@ def test_what_a_run_decides_is_open_until_it_does():
     before = states(full("goldfish", {"documents_used": {"0": 500}}))
     assert {name for name, found in before.items() if found == OPEN} == {"dtype", "decoding", "EOS", "metrics"}
     other = RUN | {"dtype": "float32", "generate": False}
-    told = deviations(check_protocol(full("goldfish", {"documents_used": {"0": 499}}), other)["lines"])
-    assert [text.partition(":")[0] for text in told] == ["documents", "dtype", "decoding", "metrics"]
-    assert "dtype: published bfloat16, here float32" in told and told[0].endswith("here 499 documents of bucket 0")
+    texts = deviations(check_protocol(full("goldfish", {"documents_used": {"0": 499}}), other)["lines"])
+    assert [text.partition(":")[0] for text in texts] == ["documents", "dtype", "decoding", "metrics"]
+    assert "dtype: published bfloat16, here float32" in texts and texts[0].endswith("here 499 documents of bucket 0")
 
 
 def test_the_dtype_of_a_family():

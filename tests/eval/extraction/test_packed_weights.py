@@ -49,7 +49,7 @@ def packed(monkeypatch):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_products_are_those_of_the_layer(packed, rows, bias, dtype):
-    """Where the processor has no bfloat16 for oneDNN the layer stays as it is."""
+    """The layer stays as it is on a processor that has no bfloat16 for oneDNN."""
     possible = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     torch.manual_seed(0)
     layer = nn.Linear(48, 33, bias=bias, dtype=dtype)

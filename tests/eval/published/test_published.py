@@ -80,7 +80,7 @@ def test_the_weights_are_those_of_the_published_runs():
 
 @pytest.mark.slow
 def test_training_gives_the_weights_again():
-    """But for the few that another processor rounds to their neighbours."""
+    """A processor of another kind rounds a few of them to their neighbours."""
     kept, trained = inputs.model().state_dict(), inputs.train().state_dict()
     others = sum(int((kept[name] != trained[name]).sum()) for name in kept)
     assert others <= 0.01 * sum(weight.numel() for weight in kept.values())

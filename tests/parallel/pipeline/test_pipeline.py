@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
 import pytest
@@ -60,34 +61,48 @@ def logits_loss(model: nn.Module, batch: dict[str, Tensor], kept: Tensor) -> Ten
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum") / kept
 
 
+def train(model: nn.Module, number: int, losses_of: Callable[[int], Iterable[Tensor]]) -> dict:
+    """Make steps of AdamW on this rank's shards; return losses, gradients of the first step, and parameters.
+
+    Args:
+        losses_of: the losses of a step by its index, whose gradients it has added.
+    """
+    axonn = getattr(model, "axonn", None)
+    own = [nn.Parameter(local(whole).detach()) for whole in model.parameters()] if axonn else list(model.parameters())
+    optimizer = torch.optim.AdamW(own, lr=1e-2, fused=False)
+    losses, gradients = [], {}
+    for step in range(number):
+        with Float64():
+            losses += [loss.detach() for loss in losses_of(step)]
+        sync_gradients(model)
+        if not gradients:
+            gradients = {name: item.grad.clone() for name, item in model.named_parameters() if item.grad is not None}
+        for parameter, shard in zip(model.parameters(), own, strict=True):
+            if axonn:
+                shard.grad = None if parameter.grad is None else local(parameter.grad)
+        optimizer.step()
+        model.zero_grad()
+    parameters = {name: item.detach().clone() for name, item in model.named_parameters()}
+    return {"losses": torch.stack(losses), "gradients": gradients, "parameters": parameters}
+
+
 def steps(model: nn.Module, batch: dict[str, Tensor], *, grid: Grid | None = None, of_logits: bool = False) -> dict:
     """Two micro-batches, one after the other, into one step of AdamW, then a third alone."""
     axonn = getattr(model, "axonn", None)
-    own = [nn.Parameter(local(its).detach()) for its in model.parameters()] if axonn else list(model.parameters())
-    optimizer = torch.optim.AdamW(own, lr=1e-2, fused=False)
-    losses, gradients = [], {}
-    for step in range(2):
+
+    def losses_of(step: int) -> Iterator[Tensor]:
         for _ in range(2 - step):
-            with Float64():
-                if of_logits:
-                    kept = (batch["labels"][:, 1:] != -100).sum()
-                    if axonn:
-                        dist.all_reduce(kept, group=axonn.mesh.group("data", "z"))
-                    loss = logits_loss(model, batch, kept) * (grid.dp_size if grid else 1)
-                else:
-                    loss = model(**batch).loss
-                (loss / 2).backward()
-            losses.append(loss.detach())
-        sync_gradients(model)
-        if not gradients:
-            gradients = {name: its.grad.clone() for name, its in model.named_parameters() if its.grad is not None}
-        for parameter, mine in zip(model.parameters(), own, strict=True):
-            if axonn:
-                mine.grad = None if parameter.grad is None else local(parameter.grad)
-        optimizer.step()
-        model.zero_grad()
-    parameters = {name: its.detach().clone() for name, its in model.named_parameters()}
-    return {"losses": torch.stack(losses), "gradients": gradients, "parameters": parameters}
+            if of_logits:
+                kept = (batch["labels"][:, 1:] != -100).sum()
+                if axonn:
+                    dist.all_reduce(kept, group=axonn.mesh.group("data", "z"))
+                loss = logits_loss(model, batch, kept) * (grid.dp_size if grid else 1)
+            else:
+                loss = model(**batch).loss
+            (loss / 2).backward()
+            yield loss
+
+    return train(model, 2, losses_of)
 
 
 def _compare(cases: list, truths: dict) -> list[str]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from hf_axonn import AxonnPlugin, Grid, parallelize, sync_gradients
 from hf_axonn.config import AxonnConfig
-from hf_axonn.engine.dtensors import local
 from hf_axonn.losses.router_aux import carried_experts, check_routers
 from hf_axonn.trainer.accumulation import AccumulatedStep
 from tests.helpers.equality import rows_of
@@ -23,7 +22,7 @@ from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer, numbers, worst_difference
 from tests.layers.test_moe import moe
-from tests.parallel.pipeline.test_pipeline import BOUND, SCHEDULES
+from tests.parallel.pipeline.test_pipeline import BOUND, SCHEDULES, train
 
 
 LAYERS = 4
@@ -69,22 +68,7 @@ def losses_of(model: nn.Module, step: list[dict[str, Tensor]], grid: Grid | None
 
 def trained(model: nn.Module, steps: list[list[dict[str, Tensor]]], grid: Grid | None = None) -> dict:
     """Losses, gradients of the first step, and parameters after a step of AdamW for each of `steps`."""
-    own = [nn.Parameter(local(its).detach()) for its in model.parameters()] if grid else list(model.parameters())
-    optimizer = torch.optim.AdamW(own, lr=1e-2, fused=False)
-    losses, gradients = [], {}
-    for step in steps:
-        with Float64():
-            losses += [loss.detach() for loss in losses_of(model, step, grid)]
-        sync_gradients(model)
-        if not gradients:
-            gradients = {name: its.grad.clone() for name, its in model.named_parameters() if its.grad is not None}
-        for parameter, mine in zip(model.parameters(), own, strict=True):
-            if grid:
-                mine.grad = None if parameter.grad is None else local(parameter.grad)
-        optimizer.step()
-        model.zero_grad()
-    parameters = {name: its.detach().clone() for name, its in model.named_parameters()}
-    return {"losses": torch.stack(losses), "gradients": gradients, "parameters": parameters}
+    return train(model, len(steps), lambda index: losses_of(model, steps[index], grid))
 
 
 def passed(model: nn.Module, grid: Grid | None = None) -> dict:
