@@ -16,6 +16,7 @@ from math import exp
 from typing import Any, NamedTuple
 
 import numpy as np
+from typing_extensions import deprecated
 
 from hf_axonn_eval.data.characters import Span, suffix_spans
 from hf_axonn_eval.data.results import SampleResult
@@ -67,6 +68,11 @@ class Book:
     def count_covered(self, threshold: float | None) -> int:
         """Count the characters in suffixes with p_z of at least the threshold; None: that greedy decoding gives."""
         return self._count(self._chosen(threshold))
+
+    @deprecated("Book.covered is Book.count_covered now, and leaves with the next release.", category=FutureWarning)
+    def covered(self, threshold: float | None) -> int:
+        """Call `count_covered`, by its name until 0.2."""
+        return self.count_covered(threshold)
 
     def count_as_released(self, threshold: float) -> int:
         """Count the same by the ranges of the authors' code."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from typing_extensions import deprecated
 
 from hf_axonn_eval.analysis.estimates import ends
 from hf_axonn_eval.analysis.intervals import check_confidence, jackknife_interval, kish, number_documents
@@ -54,6 +55,11 @@ class TokenMasks:
             raise ValueError(f"sample {result.sample_id!r} of the run is not among the samples that were given.")
         begin = self.place[result.sample_id]
         return self.dropped[begin : begin + result.suffix_length]
+
+    @deprecated("TokenMasks.of is TokenMasks.select now, and leaves with the next release.", category=FutureWarning)
+    def of(self, result: SampleResult) -> np.ndarray:
+        """Call `select`, by its name until 0.2."""
+        return self.select(result)
 
 
 def token_masks(

@@ -71,6 +71,8 @@ def test_character_by_character(unit, seed):
     for threshold in THRESHOLDS:
         covered = [chance >= threshold for chance in chances]
         assert book.count_covered(threshold) == sum(covered)
+        with pytest.warns(FutureWarning, match="Book.count_covered"):
+            assert book.covered(threshold) == sum(covered)
         found = book.passages(threshold)
         assert sum(end - begin for begin, end, _ in found) == sum(covered)
         for begin, end, most in found:

@@ -42,6 +42,8 @@ def test_the_mask_of_a_window_is_that_of_the_document(strategy, bos, in_training
                 assert found.select(answer).tolist() == trained[begin : begin + 12]
                 compared += 1
     assert compared == len(windows(bos)) == 48
+    with pytest.warns(FutureWarning, match="TokenMasks.select"):
+        assert found.of(answer).tolist() == found.select(answer).tolist()
     assert 0.2 < (found.dropped == 1).mean() < 0.5
 
 
