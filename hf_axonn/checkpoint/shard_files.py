@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_axonn.checkpoint.partition import Box, SavedTensor, Writers, box_at, overlap, shards_in
+from hf_axonn.compat.torch import grid_of
 from hf_axonn.engine.dtensors import local, mesh_slices, sharded_dims
 from hf_axonn.topology.grid import WEIGHT_AXES, Grid
 
@@ -51,17 +52,23 @@ def file_name(rank: int) -> str:
 
 
 def describe(tensor: Tensor) -> SavedTensor:
-    """Describe how a tensor, or a DTensor on the storage mesh (y, x, z), is saved.
+    """Describe how a tensor, or a DTensor on the storage mesh of a grid, is saved.
 
     Raises:
         ValueError: its dtype or its placements cannot be saved.
     """
     if tensor.dtype not in NAMES:
         raise ValueError(f"a tensor of {tensor.dtype} cannot be saved: safetensors has no such type.")
-    placements = tensor.placements if isinstance(tensor, DTensor) else [Replicate()] * len(WEIGHT_AXES)
-    if not all(type(placement) in (Shard, Replicate) for placement in placements):
-        raise ValueError(f"a DTensor with the placements {placements} cannot be saved: redistribute it first.")
-    return SavedTensor(tuple(tensor.shape), NAMES[tensor.dtype], sharded_dims(placements))
+    dims: dict[str, int | None] = {}
+    if isinstance(tensor, DTensor):
+        grid = grid_of(tensor.device_mesh)
+        if grid is None or not all(type(placement) in (Shard, Replicate) for placement in tensor.placements):
+            raise ValueError(
+                f"a DTensor with the placements {tensor.placements} on {tensor.device_mesh} cannot be saved: "
+                "redistribute it first."
+            )
+        dims = dict(zip(grid.storage_axes, sharded_dims(tensor.placements), strict=True))
+    return SavedTensor(tuple(tensor.shape), NAMES[tensor.dtype], tuple(dims.get(axis) for axis in WEIGHT_AXES))
 
 
 def byte_sizes(tensors: Mapping[str, SavedTensor]) -> dict[str, int]:

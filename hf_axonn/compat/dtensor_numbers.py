@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from hf_axonn.compat.torch import grid_of
+
 
 # What Python calls of the right operand's class first, too, where that is a subclass of the left one's.
 OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv")
@@ -31,7 +33,7 @@ def meet_plain_tensors(whole: Callable[[DTensor], torch.Tensor]) -> None:
         @functools.wraps(original)
         def operator(self: DTensor, other: Any) -> Any:
             plain = isinstance(other, torch.Tensor) and not isinstance(other, DTensor)
-            if plain and self.dim() == 0 and hasattr(self.device_mesh, "of_grid"):
+            if plain and self.dim() == 0 and grid_of(self.device_mesh):
                 return original(whole(self), other)
             return original(self, other)
 
@@ -58,7 +60,7 @@ def _in_place(handlers: dict, operator: Any, args: tuple, kwargs: dict) -> Any:
             "use loss + penalty or loss += penalty."
         )
     alike = isinstance(other, DTensor) and own.shape == other.shape and own.placements == other.placements
-    if alike and hasattr(own.device_mesh, "of_grid") and own.device_mesh is other.device_mesh:
+    if alike and grid_of(own.device_mesh) and own.device_mesh is other.device_mesh:
         operator(own._local_tensor, other._local_tensor, *args[2:], **kwargs)
         return own
     handlers.pop(operator, None)  # for torch's own way

@@ -24,7 +24,7 @@ OperatorMode = TorchDispatchMode  # sees operators below autograd, forward and b
 MapFetcher = _MapDatasetFetcher  # reads and collates the items of a batch of a map-style dataset
 
 
-def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tensor) -> DeviceMesh:
+def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tensor, grid: object) -> DeviceMesh:
     """A DeviceMesh over process groups that exist, without axis names (`DeviceMesh.from_group` insists on them).
 
     What DTensor remembers of meshes before is forgotten: it knows a mesh by its ranks, so that after process groups
@@ -33,6 +33,7 @@ def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tens
     Args:
         groups: one for each dim of `ranks`, this rank's own.
         ranks: global ranks by position.
+        grid: what `grid_of` this mesh returns.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # it imports torch._inductor: a second
 
@@ -43,8 +44,13 @@ def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tens
     if registry is not None:
         registry.update({group.group_name: group for group in groups})
     # A copied parameter lies on the same ranks; a pickled one would be read on others.
-    vars(mesh).update(__deepcopy__=lambda memo: mesh, __reduce_ex__=lambda protocol: refuse_pickle(), of_grid=True)
+    vars(mesh).update(__deepcopy__=lambda memo: mesh, __reduce_ex__=lambda protocol: refuse_pickle(), of_grid=grid)
     return mesh
+
+
+def grid_of(mesh: DeviceMesh) -> Any:
+    """Return the Grid that an `unnamed_mesh` is of; None for another mesh."""
+    return vars(mesh).get("of_grid")
 
 
 def offsets_of(tensor: DTensor) -> tuple[int, ...]:
@@ -95,7 +101,7 @@ def decide_finiteness(reduce: Callable[[torch.Tensor], object]) -> None:
     def handler(op: Callable, args: tuple[list[torch.Tensor], torch.Tensor, torch.Tensor], kwargs: dict) -> None:
         gradients, found_inf, inverse_scale = args
         sharded = [each for each in gradients if isinstance(each, DTensor)]
-        if not all(hasattr(each.device_mesh, "of_grid") for each in sharded):
+        if any(grid_of(each.device_mesh) is None for each in sharded):
             return others(op, args, kwargs)
         op([each._local_tensor if isinstance(each, DTensor) else each for each in gradients], found_inf, inverse_scale)
         reduce(found_inf)

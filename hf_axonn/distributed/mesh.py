@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_axonn.compat.torch import backend_of, bind_world, high_priority, make_group, unnamed_mesh, world_timeout
 from hf_axonn.distributed.collectives import reduce_
-from hf_axonn.topology.grid import WEIGHT_AXES, Grid, GridPosition
+from hf_axonn.topology.grid import Grid, GridPosition
 
 
 STAGE = ("data", "z", "x", "y")  # the ranks that have the same layers
@@ -108,17 +108,15 @@ class GridMesh(GridPosition):
 
     @cached_property
     def storage_mesh(self) -> DeviceMesh:
-        """The mesh (y, x, z) on which sharded parameters are stored as DTensors.
+        """The mesh of y, x and z, as far as they have several ranks, on which parameters are stored as DTensors.
 
         Made from the groups above, so it opens no communicator of its own. It has no axis names: PEFT sizes adapters
         by the local shard on a named mesh.
         """
-        grid, here = self.grid, self.coordinates
+        grid, here, axes = self.grid, self.coordinates, self.grid.storage_axes
         ranks = torch.arange(grid.size).view(grid.data, grid.pipe, grid.z, grid.x, grid.y)
-        ranks = ranks[here["data"], here["pipe"]].permute(2, 1, 0)
-        mesh = unnamed_mesh([self._groups[(axis,)] for axis in WEIGHT_AXES], self.device_type, ranks)
-        vars(mesh)["pipe"] = self.grid.pipe  # of all stages one has what lies on it
-        return mesh
+        ranks = ranks[here["data"], here["pipe"]].permute(2, 1, 0).reshape([getattr(grid, axis) for axis in axes])
+        return unnamed_mesh([self._groups[(axis,)] for axis in axes], self.device_type, ranks, grid)
 
 
 def _remedy() -> str:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hf_axonn.compat.torch import like_dtensor, placement_of, shard_in
+from hf_axonn.compat.torch import grid_of, like_dtensor, placement_of, shard_in
 from hf_axonn.distributed.mesh import GridMesh
-from hf_axonn.topology.grid import WEIGHT_AXES, GridPosition
+from hf_axonn.topology.grid import WEIGHT_AXES, Grid, GridPosition
 from hf_axonn.topology.local_slices import slices_at
 from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
 
@@ -23,9 +23,9 @@ def sharded_dims(placements: Sequence[Placement]) -> tuple[int | None, ...]:
 
 
 def local_slices(shape: Sequence[int], placements: Sequence[Placement], place: GridPosition) -> tuple[slice, ...]:
-    """The slice of a global tensor that lies at `place`, placements being those of the storage mesh (y, x, z). No
+    """Return the slice of a global tensor that lies at `place`; `placements` are those of the storage mesh. No
     communication."""
-    sizes, coordinates = zip(*((place.size(axis), place.index(axis)) for axis in WEIGHT_AXES), strict=True)
+    sizes, coordinates = zip(*((place.size(axis), place.index(axis)) for axis in place.grid.storage_axes), strict=True)
     return slices_at(shape, sharded_dims(placements), sizes, coordinates)
 
 
@@ -52,7 +52,8 @@ def whole_number(number: DTensor) -> Tensor:
     Raises:
         ValueError: over a grid with pipe, where it is made of the parameters of this rank's stages alone.
     """
-    if getattr(number.device_mesh, "pipe", 1) > 1:
+    grid = grid_of(number.device_mesh)
+    if grid is not None and grid.pipe > 1:
         raise ValueError(
             "a number that was computed from parameters or gradients, as a penalty or a norm, meets a plain tensor, "
             "as the loss; but over a grid with pipe this rank has the parameters of its own stages only. Let the "
@@ -93,10 +94,11 @@ def _strides(full: Tensor) -> tuple[int, ...]:
     return torch.empty(full.shape, device="meta").stride()
 
 
-def shard_placements(kind: WeightKind, *, transposed: bool = False) -> list[Placement]:
-    """Placements of a weight on the storage mesh (y, x, z); `transposed` where it is stored as [K, N]."""
-    dims = SHARDED_DIMS[kind]
-    return [Replicate() if dim is None else Shard(1 - dim if transposed else dim) for dim in dims]
+def shard_placements(kind: WeightKind, grid: Grid, *, transposed: bool = False) -> list[Placement]:
+    """Return the placements of a weight on the storage mesh of a grid; `transposed` where it is stored as [K, N]."""
+    dims = dict(zip(WEIGHT_AXES, SHARDED_DIMS[kind], strict=True))
+    sharded = [dims[axis] for axis in grid.storage_axes]
+    return [Replicate() if dim is None else Shard(1 - dim if transposed else dim) for dim in sharded]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -199,9 +199,10 @@ class FourBitWeight(ShardedWeight):
         parameter: Any = self.parameter
         self._bits: FourBit = parameter.four_bit
         # Rows, and blocks of a row, that the ranks of z have together.
-        dims, y, x = sharded_dims(parameter.placements)[:2], "y", "x"
+        dims = dict(zip(mesh.grid.storage_axes, sharded_dims(parameter.placements), strict=True))
+        sharded, y, x = (dims.get("y"), dims.get("x")), "y", "x"
         shape = self._bits.rows, self._bits.cols // self._bits.block
-        self._part = slices_at(shape, dims, (mesh.size(y), mesh.size(x)), (mesh.index(y), mesh.index(x)))
+        self._part = slices_at(shape, sharded, (mesh.size(y), mesh.size(x)), (mesh.index(y), mesh.index(x)))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -57,7 +57,7 @@ def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: Shar
                 continue
             if id(parameter) not in made:
                 kind = kinds.get(id(parameter), WeightKind.REPLICATED)
-                placements = shard_placements(kind, transposed=id(parameter) in transposed)
+                placements = shard_placements(kind, mesh.grid, transposed=id(parameter) in transposed)
                 sharded = made[id(parameter)] = distribute_parameter(parameter, placements, mesh)
                 kinds[id(sharded)] = kind
                 made[id(sharded)] = sharded  # the new id must not be taken for an old one's

@@ -80,6 +80,15 @@ class Grid:
         """Number of ranks that see different samples, data * z."""
         return self.data * self.z
 
+    @property
+    def storage_axes(self) -> tuple[str, ...]:
+        """The axes among WEIGHT_AXES that have several ranks: those of the mesh on which parameters are stored.
+
+        Of a grid without one z: a mesh has at least one dim. DTensor plans each operation for all dims of a mesh
+        together, so that dims of one rank would cost a multiple.
+        """
+        return tuple(axis for axis in WEIGHT_AXES if getattr(self, axis) > 1) or ("z",)
+
     def as_dict(self) -> dict[str, int]:
         """Sizes in the order in which they are written: data, pipe, z, y, x; pipe only where it is more than 1."""
         return {axis: size for axis, size in asdict(self).items() if axis != "pipe" or size > 1}

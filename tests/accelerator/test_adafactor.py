@@ -55,7 +55,7 @@ def sharded(options: dict, dtype: torch.dtype, grid, *, resume: bool) -> dict[st
     parameters = {}
     for name in SHAPES:
         start = before[name] if resume else nn.Parameter(values(name, 0, dtype))
-        parameters[name] = distribute_parameter(start, shard_placements(name), mesh)
+        parameters[name] = distribute_parameter(start, shard_placements(name, grid), mesh)
     optimizer = Adafactor(parameters.values(), **options)
     if resume:
         for name, parameter in parameters.items():

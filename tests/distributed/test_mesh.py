@@ -58,7 +58,7 @@ def test_on_nccl_weights_and_gradients_have_communicators_of_their_own(nccl):
         made = mesh.GridMesh(Grid(data=2, z=2, x=2), "cuda")
         assert made.reductions is not made.group("z")
         assert dist.get_process_group_ranks(made.reductions) == dist.get_process_group_ranks(made.group("z"))
-        assert made.storage_mesh.get_group(2) is made.group("z")
+        assert made.storage_mesh.get_group(1) is made.group("z")
         assert made.group("x", "y") is made.group("x")
     assert [(label, ranks) for label, ranks, _ in nccl] == [
         ("axonn_data", [0, 4]),

@@ -69,7 +69,7 @@ def test_shards_reassemble_to_the_weight(rows, cols):
     for grid in GRIDS:
         weight = torch.arange(1.0, rows * cols + 1).view(rows, cols)
         for kind in KINDS:
-            placements = shard_placements(kind)
+            placements = shard_placements(kind, grid)
             times_seen = torch.zeros_like(weight)
             for mesh in meshes(grid):
                 cut = weight_layout(kind, rows, cols, mesh)
@@ -134,7 +134,7 @@ def cut_as_dtensor_cuts():
         for shape in SHAPES:
             weight = torch.arange(float(shape[0] * shape[1])).view(shape)
             for kind in (*KINDS, WeightKind.REPLICATED):
-                placements = shard_placements(kind)
+                placements = shard_placements(kind, grid)
                 ours = shard_of(weight, placements, mesh)
                 theirs = distribute_tensor(weight, mesh.storage_mesh, placements, src_data_rank=None)
                 assert torch.equal(ours, theirs.to_local()), (grid, shape, kind)

@@ -146,9 +146,10 @@ def groups_are_right():
             assert group.size() == mesh.size(*axes)
         storage = mesh.storage_mesh
         assert storage.mesh_dim_names is None
-        assert [storage.size(dim) for dim in range(3)] == [grid.y, grid.x, grid.z]
-        assert list(storage.get_coordinate()) == [mesh.coordinates[axis] for axis in ("y", "x", "z")]
-        assert [storage.get_group(dim) for dim in range(3)] == [mesh.group(axis) for axis in ("y", "x", "z")]
+        axes = [axis for axis in ("y", "x", "z") if getattr(grid, axis) > 1] or ["z"]
+        assert list(storage.shape) == [getattr(grid, axis) for axis in axes]
+        assert list(storage.get_coordinate()) == [mesh.coordinates[axis] for axis in axes]
+        assert [storage.get_group(dim) for dim in range(len(axes))] == [mesh.group(axis) for axis in axes]
         try:
             mesh.group("z", "y")
         except KeyError as error:

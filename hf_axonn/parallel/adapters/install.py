@@ -207,7 +207,7 @@ def _is_plain(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
 def _replicate(state: ShardedModel, names: dict, *modules: nn.Module) -> None:
     """Replicate the parameters of small modules with the values of a stage's first rank. Collectives:
     `broadcast_all`."""
-    placements = shard_placements(WeightKind.ADAPTER)
+    placements = shard_placements(WeightKind.ADAPTER, state.mesh.grid)
     new_ones = (each for module in modules for each in module._parameters.values() if _is_plain(each))
     broadcast_all(new_ones, state.mesh.group(*STAGE))
     for module in modules:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.compat.dtensor_numbers import total_norm
+from hf_axonn.compat.torch import grid_of
 from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import whole
@@ -84,6 +85,6 @@ def norm_of_all(gradients: list[Tensor], norm_type: float) -> Tensor | None:
     if meant:
         return norm_over_stages(gradients, meant, meant[0].mesh, norm_type)
     sharded = [each for each in gradients if isinstance(each, DTensor)]
-    if not 0 < len(sharded) < len(gradients) or not hasattr(sharded[0].device_mesh, "of_grid"):
+    if not 0 < len(sharded) < len(gradients) or grid_of(sharded[0].device_mesh) is None:
         return None
     return _norm(gradients, norm_type, sharded[0].device).to(sharded[0].dtype)
