@@ -25,20 +25,18 @@ MapFetcher = _MapDatasetFetcher  # reads and collates the items of a batch of a 
 
 
 def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tensor, grid: object) -> DeviceMesh:
-    """A DeviceMesh over process groups that exist, without axis names (`DeviceMesh.from_group` insists on them).
+    """Return a DeviceMesh over process groups that exist, without axis names, on which `from_group` insists.
 
-    What DTensor remembers of meshes before is forgotten: it knows a mesh by its ranks, so that after process groups
-    were made anew, or in a process forked from one that had some, its results would name groups that are gone.
+    It is equal to itself alone. torch compares meshes by their ranks, and DTensor gives results that it remembers the
+    mesh that it remembers them of: that of another grid, or one whose process groups are gone.
 
     Args:
         groups: one for each dim of `ranks`, this rank's own.
         ranks: global ranks by position.
         grid: what `grid_of` this mesh returns.
     """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # it imports torch._inductor: a second
-
-    _clear_sharding_prop_cache()
     mesh = DeviceMesh(device_type, ranks, _init_backend=False)
+    mesh._thread_id = id(mesh)  # a part of what torch compares; the threads of its tests differ in it
     mesh._dim_group_names = [group.group_name for group in groups]
     registry = getattr(mesh, "_pg_registry", None)  # absent before torch 2.13
     if registry is not None:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.activation_layouts import (
@@ -142,6 +142,10 @@ def cut_as_dtensor_cuts():
                     ours.contiguous(), mesh.storage_mesh, placements, shape=weight.shape, stride=weight.stride()
                 )
                 assert torch.equal(whole.full_tensor(), weight), (grid, shape, kind)
+    for grid in all_grids(4):  # DTensor remembers results, and several of these meshes have the same ranks
+        storage = grid_mesh(grid, rank_device().type).storage_mesh
+        shards = DTensor.from_local(torch.ones(2), storage, [Shard(0)] * storage.ndim)
+        assert shards.detach().device_mesh is storage, grid
 
 
 def check_moves(grid):
