@@ -154,6 +154,16 @@ def like_dtensor(shard: torch.Tensor, placement: object) -> DTensor:
     return DTensor(shard, placement, requires_grad=False)
 
 
+def as_parameter(tensor: DTensor, requires_grad: bool) -> torch.nn.Parameter:
+    """Return a DTensor that is in no graph as a parameter, in the same memory.
+
+    As `nn.Parameter(tensor)`, which detaches it: for each shape on each mesh DTensor plans that for a millisecond.
+    """
+    parameter = DTensor(tensor._local_tensor.detach(), tensor._spec, requires_grad=requires_grad)
+    parameter._is_param = True
+    return cast(torch.nn.Parameter, parameter)
+
+
 def follow_dtype(parameter: DTensor) -> None:
     """Let the shard have the dtype that the parameter says it has.
 

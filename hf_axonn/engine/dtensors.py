@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hf_axonn.compat.torch import grid_of, like_dtensor, placement_of, shard_in
+from hf_axonn.compat.torch import as_parameter, grid_of, like_dtensor, placement_of, shard_in
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.topology.grid import WEIGHT_AXES, Grid, GridPosition
 from hf_axonn.topology.local_slices import slices_at
@@ -72,7 +72,7 @@ def distribute_parameter(parameter: nn.Parameter, placements: Sequence[Placement
     tensor = DTensor.from_local(
         shard, mesh.storage_mesh, placements, run_check=False, shape=full.shape, stride=_strides(full)
     )
-    sharded = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    sharded = as_parameter(tensor, parameter.requires_grad)
     sharded.__dict__.update(parameter.__dict__)
     parameter.sharded_as = sharded  # for an optimizer that was made on it
     return sharded

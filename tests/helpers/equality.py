@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn import parallelize
+from hf_axonn.compat.torch import like_dtensor, placement_of, shard_in
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.state import parallel_state
@@ -46,6 +47,14 @@ class Outcome:
 def full(tensor: Tensor) -> Tensor:
     """The whole of a DTensor; collective where it is sharded."""
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+@torch.no_grad()
+def copied(tensor: Tensor) -> Tensor:
+    """A copy outside of the graph; of a DTensor one of this rank's shard, for which nothing is planned."""
+    if isinstance(tensor, DTensor):
+        return like_dtensor(shard_in(tensor).clone(), placement_of(tensor))
+    return tensor.detach().clone()
 
 
 @torch.no_grad()
@@ -88,7 +97,7 @@ def fit(
         sync_gradients(model)
         if step == 0:
             named = model.named_parameters()
-            outcome.gradients = {name: its.grad.clone() for name, its in named if its.grad is not None}
+            outcome.gradients = {name: copied(its.grad) for name, its in named if its.grad is not None}
         if as_trainer:
             outcome.norms.append(full(nn.utils.clip_grad_norm_(trained, max_norm)))
         else:
@@ -99,7 +108,7 @@ def fit(
         optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()
-    outcome.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    outcome.parameters = {name: copied(parameter) for name, parameter in model.named_parameters()}
     return outcome
 
 
