@@ -18,7 +18,7 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.dtensors import local
-from tests.helpers.equality import rows_of
+from tests.helpers.equality import copied, rows_of
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -76,13 +76,13 @@ def train(model: nn.Module, number: int, losses_of: Callable[[int], Iterable[Ten
             losses += [loss.detach() for loss in losses_of(step)]
         sync_gradients(model)
         if not gradients:
-            gradients = {name: item.grad.clone() for name, item in model.named_parameters() if item.grad is not None}
+            gradients = {name: copied(item.grad) for name, item in model.named_parameters() if item.grad is not None}
         for parameter, shard in zip(model.parameters(), own, strict=True):
             if axonn:
                 shard.grad = None if parameter.grad is None else local(parameter.grad)
         optimizer.step()
         model.zero_grad()
-    parameters = {name: item.detach().clone() for name, item in model.named_parameters()}
+    parameters = {name: copied(item) for name, item in model.named_parameters()}
     return {"losses": torch.stack(losses), "gradients": gradients, "parameters": parameters}
 
 
@@ -137,7 +137,7 @@ def check(world: int, cases: list) -> None:
 
 def test_pipe_alone() -> None:
     """Each model, each schedule; tied weights lie on both ends."""
-    cases = [(kind, Grid(pipe=2), {}, False) for kind in ("qwen3", "gpt2", "gemma2", "mixtral")]
+    cases = [(kind, Grid(pipe=2), {}, False) for kind in ("gpt2", "gemma2", "mixtral")]
     cases += [("smollm2", Grid(pipe=2), schedule, False) for schedule in SCHEDULES]
     cases += [(kind, Grid(pipe=2), {}, True) for kind in ("smollm2", "gemma2")]
     cases += [("qwen3", Grid(pipe=2), {"stage_layers": [1, 3]}, False)]
@@ -145,9 +145,9 @@ def test_pipe_alone() -> None:
 
 
 def test_pipe_with_other_axes() -> None:
-    cases = [("smollm2", grid, {}, False) for grid in GRIDS[4]]
+    cases = [("smollm2", grid, {}, False) for grid in (Grid(pipe=4), Grid(pipe=2, y=2), Grid(pipe=2, data=2))]
     cases += [("qwen3", Grid(pipe=2, z=2), {"schedule": "zero_bubble", "keep_gathered": "all"}, False)]
-    cases += [("qwen3", Grid(pipe=2, z=2), SCHEDULES[2], False), ("gpt2", Grid(pipe=2, x=2), {}, True)]
+    cases += [("gpt2", Grid(pipe=2, x=2), {}, True)]
     check(4, cases)
 
 
