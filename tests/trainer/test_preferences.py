@@ -66,9 +66,11 @@ CASES = {
     "rewards, adapters": dict(make=make_reward, peft_config=lora(task_type="SEQ_CLS", modules_to_save=["score"])),
 }
 # Cases that the quick tests below run on grids.
-QUICK = [
-    name for name in CASES if name not in ("precomputed by the base of adapters", "KTO, precomputed", "KTO without KL")
-]
+QUICK = {
+    Grid(x=2): ("a reference model", "KTO, adapters", "GRPO, adapters, twice"),
+    Grid(z=2): ("adapters", "rewards", "experts with auxiliary loss", "GRPO", "RLOO, adapters, a model's rewards"),
+    Grid(data=2): ("precomputed", "KTO", "RLOO"),
+}
 TWICE = "GRPO, adapters, twice"  # what is in a micro-batch depends on the data-parallel ranks, also in TRL
 KL = ("KTO", "KTO, adapters", "KTO, precomputed")  # TRL pairs prompts and answers within the batch of a process
 
@@ -97,7 +99,7 @@ def truths(folder) -> Callable:
     return lambda case, grid: truth(case, grid.dp_size if case in KL else 1)
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param([*CASES], marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("cases", [sum(QUICK.values(), ()), pytest.param([*CASES], marks=pytest.mark.slow)], ids=len)
 def test_the_runs_are_worth_comparing(truths, cases):
     for case in cases:
         history, gradients, parameters = truths(case, Grid())
@@ -135,25 +137,13 @@ def check(folder: Path, truths: Callable, pairs: list[tuple[Grid, str]]) -> None
 
 
 def test_two_ranks_equal_one_process(folder, truths):
-    quick = {
-        Grid(x=2): ("a reference model", "KTO, adapters"),
-        Grid(z=2): ("adapters", "rewards", "experts with auxiliary loss"),
-        Grid(data=2): ("precomputed", "KTO"),
-    }
-    check(folder, truths, [(grid, case) for grid, cases in quick.items() for case in cases])
+    check(folder, truths, [(grid, case) for grid, cases in QUICK.items() for case in cases])
 
 
 @pytest.mark.slow
 def test_four_ranks_equal_one_process(folder, truths):
-    quick = ("a reference that follows", "a copied adapter", "several losses, weighted", "KTO", "rewards, adapters")
-    check(folder, truths, [(Grid(z=2, x=2), case) for case in quick])
-
-
-def test_groups_of_completions_equal_one_process(folder, truths):
-    pairs = [(Grid(x=2), TWICE), (Grid(z=2), "GRPO"), (Grid(data=2), "RLOO")]
-    pairs += [(Grid(z=2), "RLOO, adapters, a model's rewards")]
-    check(folder, truths, pairs)
-    check(folder, truths, [(Grid(z=2, x=2), "GRPO")])
+    some = ("a reference that follows", "a copied adapter", "several losses, weighted", "KTO", "rewards, adapters")
+    check(folder, truths, [(Grid(z=2, x=2), case) for case in (*some, "GRPO")])
 
 
 def _sampled(folder: Path, grid: Grid) -> tuple[list, list[str]]:
