@@ -15,7 +15,7 @@ from torch.optim import ASGD, Adadelta, Adamax, Muon, NAdam, RAdam, Rprop
 from transformers import TrainerCallback
 
 from hf_axonn import Grid, parallelize, sync_gradients
-from tests.helpers.equality import rows_of
+from tests.helpers.equality import copied, rows_of
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -50,7 +50,7 @@ def steps(name: str, grid: Grid | None, count: int) -> dict[str, torch.Tensor]:
             model.zero_grad()
     if hasattr(optimizer, "eval"):
         optimizer.eval()
-    return {key: value.detach().clone() for key, value in model.named_parameters()}
+    return {key: copied(value) for key, value in model.named_parameters()}
 
 
 class Average(TrainerCallback):
