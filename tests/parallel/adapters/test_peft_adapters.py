@@ -128,6 +128,9 @@ def merge(base, *, safe=False, **options):
     return found, {name: its.detach() for name, its in plain.named_parameters()}
 
 
+MORE = ("embedding, DoRA", "Conv1D")  # a half of others
+
+
 SIZES = {"mixtral": {"num_local_experts": 5}, "gpt2": {"num_key_value_heads": 12}}
 
 
@@ -140,7 +143,8 @@ def small(kind):
 
 def _merge(truths, each):
     for number, (grid, safe) in enumerate(zip(TWO_GRIDS, (False, True), strict=True)):
-        for name, (kind, options) in list(MERGED.items())[number % each :: each]:
+        for name in list(truths)[number % each :: each]:
+            kind, options = MERGED[name]
             ours, parameters = merge(parallelize(small(kind), grid)[0], safe=safe, **options)
             for mine, its in zip(ours, truths[name][0], strict=True):
                 equal(mine, its)
@@ -151,7 +155,8 @@ def _merge(truths, each):
 
 @EACH
 def test_merging_and_unmerging(each):
-    truths = {name: merge(small(kind), **options) for name, (kind, options) in MERGED.items()}
+    cases = {name: case for name, case in MERGED.items() if each == 1 or name not in MORE}
+    truths = {name: merge(small(kind), **options) for name, (kind, options) in cases.items()}
     for (before, merged, again, left), _ in truths.values():
         for its in (merged, again, left):
             equal(its, before)
