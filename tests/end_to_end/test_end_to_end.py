@@ -14,10 +14,12 @@ import psutil
 import pytest
 import yaml
 
+from hf_axonn import Grid
 from hf_axonn.cli.main import main as hf_axonn_cli
 from tests.helpers import ROOT
 from tests.helpers.eval_support import documents, tiny_llama, topics_tokenizer
 from tests.helpers.launching import assert_quiet, forked
+from tests.helpers.launching import launch as launched
 from tests.helpers.training import numbers, worst_difference
 
 
@@ -90,21 +92,34 @@ def one_process(folder) -> list[dict]:
     return history(folder, "one")
 
 
-@pytest.mark.parametrize(("grid", "rows"), [("cpu_2_x2", 8), pytest.param("cpu_4_z2_x2", 4, marks=pytest.mark.slow)])
-def test_a_launch_logs_what_one_process_logs(folder, one_process, grid, rows):
-    launch_file = ROOT / "training_scripts" / "grids" / f"{grid}.yaml"
-    done = run(launch(launch_file, arguments(folder, grid, rows=rows)), folder)
-    assert worst_difference(history(folder, grid), one_process) < TOLERANCE
-    assert done.stdout.count("\nsaved ") == 1 and "100%" not in done.stderr  # no progress bars in a file
+def assert_as_one_process(folder: Path, output: str, one_process: list[dict]) -> None:
+    assert worst_difference(history(folder, output), one_process) < TOLERANCE
     # The final model, read by plain Transformers after conversion and straight from its shards.
-    plain_folder = folder / f"{grid}-plain"
-    assert hf_axonn_cli(["convert", str(folder / grid), str(plain_folder)]) == 0
+    plain_folder = folder / f"{output}-plain"
+    assert hf_axonn_cli(["convert", str(folder / output), str(plain_folder)]) == 0
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    sharded = AutoModelForCausalLM.from_pretrained(folder / grid).state_dict()
+    sharded = AutoModelForCausalLM.from_pretrained(folder / output).state_dict()
     plain = AutoModelForCausalLM.from_pretrained(plain_folder).state_dict()
     assert all((plain[name] == value).all() for name, value in sharded.items())
     assert AutoTokenizer.from_pretrained(plain_folder).vocab_size == topics_tokenizer().vocab_size
+
+
+def test_a_grid_logs_what_one_process_logs(folder, one_process):
+    """In forks; README's blocks launch the same script, which trains and saves (test_tutorials.py)."""
+    done = forked(folder, Grid(x=2), *arguments(folder, "forked", rows=8))
+    assert_quiet(done)
+    assert done.output.count("\nsaved ") == 1 and "100%" not in done.output  # no progress bars in a file
+    assert_as_one_process(folder, "forked", one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grid", "rows"), [("cpu_2_x2", 8), ("cpu_4_z2_x2", 4)])
+def test_a_launch_logs_what_one_process_logs(folder, one_process, grid, rows):
+    launch_file = ROOT / "training_scripts" / "grids" / f"{grid}.yaml"
+    done = run(launch(launch_file, arguments(folder, grid, rows=rows)), folder)
+    assert done.stdout.count("\nsaved ") == 1 and "100%" not in done.stderr  # no progress bars in a file
+    assert_as_one_process(folder, grid, one_process)
 
 
 @pytest.mark.slow
@@ -187,14 +202,19 @@ print("sharded" if hasattr(trainer.model, "axonn") else "whole")
 """
 
 
-def test_an_unmodified_script_of_stock_trainer(folder):
-    """It imports Trainer before anything of ours, so our wrapping of Trainer comes while that import is under way."""
+@pytest.mark.parametrize("start", [forked, pytest.param(launched, marks=pytest.mark.slow)])
+def test_an_unmodified_script_of_stock_trainer(folder, start):
+    """Launched, it imports Trainer before anything of ours, so our wrapping of Trainer comes while that import is
+    under way; tests/launch/test_autoload.py sees that in a fork."""
     (folder / "stock.py").write_text(STOCK)
     command = [str(folder / "stock.py"), str(folder / "model")]
-    one = forked(folder, None, *command, folder / "stock-1", 8)
+    one = forked(folder, None, *command, folder / "stock", 8)
+    output = f"stock-{start.__name__}"
+    grid = start(folder, Grid(y=2), *command, folder / output, 8)
     assert_quiet(one)
-    grid = run(launch(folder / "y2.yaml", [*command, str(folder / "stock-2"), "8"]), folder)
-    assert "whole" in one.output and "sharded" in grid.stdout and "whole" not in grid.stdout
-    assert worst_difference(history(folder, "stock-2", 4), history(folder, "stock-1", 4)) < TOLERANCE
-    assert "hf_axonn.from_pretrained(name, grid=...)" in grid.stderr  # the advice of the warning
-    assert (folder / "stock-2" / "checkpoint-4" / "axonn_checkpoint.json").is_file()
+    assert_quiet(grid)
+    assert "whole" in one.output and "sharded" in grid.output and "\nwhole" not in grid.output
+    assert worst_difference(history(folder, output, 4), history(folder, "stock", 4)) < TOLERANCE
+    if start is launched:  # pytest takes what is logged in a fork
+        assert "hf_axonn.from_pretrained(name, grid=...)" in grid.output  # the advice of the warning
+    assert (folder / output / "checkpoint-4" / "axonn_checkpoint.json").is_file()
