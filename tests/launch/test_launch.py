@@ -145,12 +145,17 @@ def test_unreadable_launch_files(file):
         prepare(["--config", str(file), "t.py"])
 
 
-QUICK = ("accelerate launch", "axonn-launch")  # python -m hf_axonn.launch starts ranks below
+def assert_given(rank):
+    """What a rank was given by a launch of GOOD that ends with `script.py --config mine`."""
+    assert rank["AXONN_CONFIG"].startswith('{"grid": {"data": 1, "z": 1, "y": 1, "x": 2}')
+    assert rank["AXONN_LAUNCH_FILE"] == "axonn.yaml"
+    assert rank["argv"] == ["--config", "mine"]
+    assert (rank["WORLD_SIZE"], rank["ACCELERATE_USE_CPU"], rank["ACCELERATE_MIXED_PRECISION"]) == ("2", "true", "no")
+    assert rank["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"
 
 
-@pytest.mark.parametrize(
-    "launcher", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS]
-)
+# Below, python -m hf_axonn.launch starts ranks, and accelerate launch those of two machines.
+@pytest.mark.parametrize("launcher", [name if name == "axonn-launch" else SLOW(name) for name in LAUNCHERS])
 def test_every_launcher_starts_the_ranks(launcher, tmp_path):
     option = ["--config_file=axonn.yaml"] if "-m" in launcher else ["--config", "axonn.yaml"]
     autoload = "0" if launcher == "axonn-launch" else "1"
@@ -159,16 +164,8 @@ def test_every_launcher_starts_the_ranks(launcher, tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(ranks) == 2
     for rank in ranks:
-        assert rank["AXONN_CONFIG"].startswith('{"grid": {"data": 1, "z": 1, "y": 1, "x": 2}')
-        assert rank["AXONN_LAUNCH_FILE"] == "axonn.yaml"
-        assert rank["argv"] == ["--config", "mine"]
-        assert (rank["WORLD_SIZE"], rank["ACCELERATE_USE_CPU"], rank["ACCELERATE_MIXED_PRECISION"]) == (
-            "2",
-            "true",
-            "no",
-        )
+        assert_given(rank)
         assert 1 <= int(rank["OMP_NUM_THREADS"]) <= max(1, os.cpu_count() // 2)
-        assert rank["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"
     assert list((tmp_path / "tmp").glob("axonn-*")) == []
 
 
@@ -268,11 +265,11 @@ def test_two_machines_make_one_world(tmp_path):
             "--main_process_port",
             port,
         ]
-        words = [*LAUNCHERS["accelerate launch"], "--config", "axonn.yaml", "--same_network", *nodes, "script.py"]
-        return start(directory, *words)
+        words = [*LAUNCHERS["accelerate launch"], "--config", "axonn.yaml", "--same_network", *nodes]
+        return start(directory, *words, "script.py", "--config", "mine", TORCH_DEVICE_BACKEND_AUTOLOAD="1")
 
     with ThreadPoolExecutor(2) as pool:
         for rank, (done, ranks) in enumerate(pool.map(run, range(2))):
             assert done.returncode == 0, done.stderr
             assert [path.name for path in (tmp_path / str(rank)).glob("rank*")] == [f"rank{rank}.json"]
-            assert ranks[0]["WORLD_SIZE"] == "2"
+            assert_given(ranks[0])
