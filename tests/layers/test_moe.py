@@ -157,8 +157,8 @@ def frozen_experts(model):
 @pytest.mark.parametrize("all_grids", [False, SLOW(True)])
 def test_ways_of_training(monkeypatch, all_grids):
     plan_blocks(monkeypatch, True)
-    make = functools.partial(moe, "qwen3_moe")
-    again = functools.partial(moe, "qwen3_moe", output_router_logits=False)
+    make = functools.partial(moe, "qwen3_moe", num_hidden_layers=1)
+    again = functools.partial(make, output_router_logits=False)
     batches = [tiny_batch(8, 7), tiny_batch(8, 5, seed=4)]
     cases = [
         Case("num_items_in_batch", make, [counted(batch) for batch in batches]),
@@ -170,6 +170,8 @@ def test_ways_of_training(monkeypatch, all_grids):
         Case("kept", make, config=lambda grid: AxonnConfig(grid=grid, keep_gathered="all")),
         Case("no overlap", make, config=lambda grid: AxonnConfig(grid=grid, overlap=NO_OVERLAP)),
     ]
+    if not all_grids:  # experts that no host reads are checkpointed, too
+        cases = [case for case in cases if case.name != "checkpointed"]
     for grid, some in zip(FOUR, (cases, cases) if all_grids else (cases[::2], cases[1::2]), strict=True):
         assert not errors(some, [grid])
 
