@@ -244,8 +244,15 @@ def one_sided():
     return model
 
 
-@pytest.mark.parametrize("planned", [True, False], ids=["blocks", "linears"])
-def test_a_rank_without_a_token_takes_part(monkeypatch, planned):
+Z2X2, Z2Y2 = Grid(z=2, x=2), Grid(z=2, y=2)
+
+
+@pytest.mark.parametrize(
+    ("planned", "grid"),
+    [(True, Z2X2), (False, Z2Y2), SLOW(True, Z2Y2), SLOW(False, Z2X2)],
+    ids=lambda its: {True: "blocks", False: "linears"}.get(its, str(its)),
+)
+def test_a_rank_without_a_token_takes_part(monkeypatch, planned, grid):
     plan_blocks(monkeypatch, planned)
     batch = tiny_batch(8, 7)
     ids = batch["input_ids"] % 60 + 3
@@ -257,7 +264,7 @@ def test_a_rank_without_a_token_takes_part(monkeypatch, planned):
     model.model.layers[0].mlp.gate.register_forward_hook(lambda module, args, output: chosen.append(output[2]))
     model(input_ids=ids, attention_mask=batch["attention_mask"])
     assert chosen[0].view(8, 7)[:4].eq(0).all() and chosen[0].view(8, 7)[4:].eq(1).all()
-    assert not errors([case], [Grid(z=2, x=2) if planned else Grid(z=2, y=2)])
+    assert not errors([case], [grid])
 
 
 def _outputs(batch, kind):
@@ -283,7 +290,11 @@ def _outputs(batch, kind):
         torch.testing.assert_close(ours.loss, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("planned", "kind"), [(True, "mixtral"), (False, "gpt_oss")], ids=["blocks", "linears"])
+@pytest.mark.parametrize(
+    ("planned", "kind"),
+    [(True, "mixtral"), (False, "gpt_oss"), SLOW(True, "gpt_oss"), SLOW(False, "mixtral")],
+    ids=lambda its: {True: "blocks", False: "linears"}.get(its, its),
+)
 def test_router_logits_are_those_of_the_plain_model(monkeypatch, planned, kind):
     plan_blocks(monkeypatch, planned)
     run_ranks(_outputs, 4, tiny_batch(8, 7), kind)
@@ -368,8 +379,8 @@ def writer(kind):
     return model
 
 
-def _generate(expected, prompt):
-    for (kind, truth), grid in zip(expected.items(), FOUR, strict=True):
+def _generate(expected, prompt, grids):
+    for (kind, truth), grid in zip(expected.items(), grids, strict=True):
         model, _ = parallelize(writer(kind), grid)
         mine = rows_of(prompt | {"written": truth}, grid, torch.distributed.get_rank())
         truth_here = mine.pop("written")
@@ -377,13 +388,14 @@ def _generate(expected, prompt):
             assert torch.equal(model.generate(**mine, max_new_tokens=5), truth_here), (kind, str(grid))
 
 
-def test_generate_writes_what_one_process_writes(monkeypatch):
+@pytest.mark.parametrize("grids", [FOUR, SLOW(FOUR[::-1])], ids=["one grid each", "the other grids"])
+def test_generate_writes_what_one_process_writes(monkeypatch, grids):
     plan_blocks(monkeypatch, True)
     prompt = {key: tiny_batch(4, 5)[key].flip(1) for key in ("input_ids", "attention_mask")}
     with torch.no_grad(), exact():
         expected = {kind: writer(kind).generate(**prompt, max_new_tokens=5) for kind in ("deepseek_v3", "mixtral")}
     assert all(len(ids[:, 5:].unique()) > 5 for ids in expected.values())
-    run_ranks(_generate, 4, expected, prompt)
+    run_ranks(_generate, 4, expected, prompt, grids)
 
 
 @pytest.fixture(scope="module")

@@ -271,17 +271,18 @@ def step_and_write(model):
     return before, write(model.eval(), PROMPTS, do_sample=False)
 
 
-def _after_a_step(truth):
-    for grid in (Grid(z=2, x=2), Grid(y=2, x=2)):
+def _after_a_step(grids, truth):
+    for grid in grids:
         model, _ = parallelize(llama(), grid)
         for ours, its in zip(step_and_write(model), truth, strict=True):
             assert torch.equal(ours, its), grid
 
 
-def test_generation_after_a_training_step():
+@pytest.mark.parametrize("grids", [ALL_GRIDS[:2], pytest.param(ALL_GRIDS[2:], marks=pytest.mark.slow)], ids=len)
+def test_generation_after_a_training_step(grids):
     before, after = step_and_write(llama())
     assert not torch.equal(before, after)
-    run_ranks(_after_a_step, 4, (before, after))
+    run_ranks(_after_a_step, 4, grids, (before, after))
 
 
 def test_one_rank_keeps_the_plain_generate():
