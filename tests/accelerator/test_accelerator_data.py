@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import accelerate
 import pytest
 import torch
@@ -89,6 +91,9 @@ CONFIGS = {
 }
 
 
+OFTEN = ("map", "shuffled", "batch_sampler", "fewer rows than ranks", "unsized")  # under settings besides the default
+
+
 def plain(value):
     """Batches as lists, to compare and to send home."""
     if isinstance(value, torch.Tensor):
@@ -98,14 +103,17 @@ def plain(value):
     return [plain(its) for its in value] if isinstance(value, (list, tuple)) else value
 
 
-def all_batches(grid: Grid | None) -> dict[str, object]:
-    """Two epochs of every loader under every configuration, and one that skips batches: as this rank sees them."""
+def all_batches(grid: Grid | None, every: bool) -> dict[str, object]:
+    """Two epochs of loaders under every configuration, and one that skips batches: as this rank sees them.
+
+    `every`: of all loaders, else with other settings than the default of those in `OFTEN`.
+    """
     seen = {}
     for setting, options in CONFIGS.items():
         for name in loaders():
             if setting.startswith("split") and (name == "fewer rows than ranks" or name.startswith("batch")):
                 continue  # a batch size that stock accelerate refuses, or a sampler that it cannot split
-            if name == "workers" and setting != "default":
+            if setting != "default" and (name == "workers" or not (every or name in OFTEN)):
                 continue
             accelerator = new_accelerator(grid, **options)
             torch.manual_seed(11)
@@ -172,15 +180,15 @@ def dp_rank_of(accelerator: Accelerator, grid: Grid | None) -> tuple[int, int]:
     return accelerator.process_index, accelerator.num_processes
 
 
-def observe(grid: Grid | None) -> tuple[dict, dict]:
-    return all_batches(grid), all_operations(grid)
+def observe(grid: Grid | None, every: bool) -> tuple[dict, dict]:
+    return all_batches(grid, every), all_operations(grid)
 
 
-def _compare(grids: list[Grid], truth: list[tuple[dict, dict]]) -> None:
+def _compare(grids: list[Grid], truth: list[tuple[dict, dict]], every: bool) -> None:
     for grid in grids:
         place = grid.coordinates(torch.distributed.get_rank())
         batches, operations = truth[place["data"] * grid.z + place["z"]]
-        own_batches, own_operations = observe(grid)
+        own_batches, own_operations = observe(grid, every)
         assert own_batches.keys() == batches.keys()
         for case, wanted in batches.items():
             for what, value in wanted.items():
@@ -301,22 +309,34 @@ def test_a_trigger_of_any_rank_counts():
     run_ranks(_triggers, 4)
 
 
-@pytest.fixture(scope="module")
-def stock():
+@functools.cache
+def stock(every: bool) -> list[tuple[dict, dict]]:
     """What stock accelerate does, on two processes."""
-    return run_ranks(observe, 2, None)
+    return run_ranks(observe, 2, None, every)
 
 
-def test_data_and_z_are_processes_of_stock_accelerate(stock):
-    assert stock[0][0]["dispatch", "map"]["epochs"] != stock[1][0]["dispatch", "map"]["epochs"]
-    run_ranks(_compare, 2, TWO_RANKS, stock)
+SOME_AND_EVERY = pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"]
+)
 
 
-@pytest.mark.parametrize("grid", [FOUR_RANKS[0], pytest.param(FOUR_RANKS[1], marks=pytest.mark.slow)], ids=str)
-def test_ranks_of_x_and_y_share_what_a_process_gets(stock, grid):
-    run_ranks(_compare, 4, [grid], stock)
+@SOME_AND_EVERY
+def test_data_and_z_are_processes_of_stock_accelerate(every):
+    first, second = stock(every)
+    assert first[0]["dispatch", "map"]["epochs"] != second[0]["dispatch", "map"]["epochs"]
+    run_ranks(_compare, 2, TWO_RANKS, [first, second], every)
 
 
-def test_ranks_of_x_alone_are_one_process():
-    truth = [observe(None)]
-    run_ranks(_compare, 2, [Grid(x=2)], truth)
+@pytest.mark.parametrize(
+    ("grid", "every"),
+    [(FOUR_RANKS[0], False), *(pytest.param(grid, True, marks=pytest.mark.slow) for grid in FOUR_RANKS)],
+    ids=str,
+)
+def test_ranks_of_x_and_y_share_what_a_process_gets(grid, every):
+    run_ranks(_compare, 4, [grid], stock(every), every)
+
+
+@SOME_AND_EVERY
+def test_ranks_of_x_alone_are_one_process(every):
+    truth = [observe(None, every)]
+    run_ranks(_compare, 2, [Grid(x=2)], truth, every)

@@ -24,7 +24,12 @@ from tests.helpers.training import collate, token_data
 
 
 GRIDS = {2: [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)], 4: [Grid(z=2, x=2), Grid(data=2, y=2), Grid(y=2, x=2)]}
-ROWS = 24
+ROWS = 16
+
+
+def small_model():
+    """Of one layer: a loop does the same with each."""
+    return tiny_model("llama", num_hidden_layers=1)
 
 
 def new_accelerator(grid: Grid | None, **options) -> Accelerator:
@@ -54,7 +59,7 @@ def loop(grid: Grid | None, *, order: str = "together", clip: str = "norm", **op
     """What a loop does to a model: losses, norms before clipping, rates, parameters and groups afterwards."""
     accelerator = new_accelerator(grid, gradient_accumulation_plugin=GradientAccumulationPlugin(2, **options))
     samples = accelerator.num_processes  # as scripts multiply by it
-    model = tiny_model("llama").train()
+    model = small_model().train()
     optimizer = two_groups(model) if order != "made after" else None
     if order == "sharded before" and grid:
         parallelize(model, grid)
@@ -141,7 +146,7 @@ def _averages() -> None:
     """Of a norm's gradient, which every rank has a share of until it is averaged."""
     for grid in (Grid(data=2, y=2), Grid(z=2, x=2)):
         accelerator = new_accelerator(grid)
-        model = accelerator.prepare(tiny_model("llama").train())
+        model = accelerator.prepare(small_model().train())
         weight = model.model.norm.weight
 
         def averaged(accelerator=accelerator, weight=weight) -> bool:
@@ -196,7 +201,7 @@ def test_gradients_are_averaged_when_accelerate_does_it():
 def bare_loop(grid: Grid | None, mode: str) -> dict[str, torch.Tensor]:
     """Parameters after three steps of a loop that calls `loss.backward()` itself."""
     accelerator = new_accelerator(grid)
-    model = tiny_model("llama").train()
+    model = small_model().train()
     if mode == "reentrant":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         model.model.layers.apply(recompute_in_float64)
@@ -246,7 +251,7 @@ def test_gradients_are_averaged_without_accelerates_backward(ranks):
 def read_by_hand(grid: Grid | None) -> list[float]:
     """Norms and sums as scripts read them for their logs."""
     accelerator = new_accelerator(grid)
-    model = accelerator.prepare(tiny_model("llama").train())
+    model = accelerator.prepare(small_model().train())
     with Float64():
         accelerator.backward(model(**rows_of(tiny_batch(4, 7), grid or Grid(), rank())).loss)
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -277,7 +282,7 @@ def _unaveraged() -> None:
     """No optimizer steps with the gradients of one rank."""
     batch = tiny_batch(2, 7)
     for grid in GRIDS[2]:
-        model, _ = parallelize(tiny_model("llama").train(), grid)
+        model, _ = parallelize(small_model().train(), grid)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(**batch).loss.backward()
         with pytest.raises(RuntimeError, match="have not been averaged over the grid"):
@@ -324,11 +329,11 @@ def _autocast() -> None:
         accelerator = new_accelerator(grid, mixed_precision="bf16")
         with accelerator.autocast():
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-        plain = tiny_model("llama").float().eval()
+        plain = small_model().float().eval()
         batch = batch_of(grid)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             truth = plain(**batch).logits.float()
-        model = accelerator.prepare(tiny_model("llama").float().eval())
+        model = accelerator.prepare(small_model().float().eval())
         exact = plain(**batch).logits
         with torch.no_grad():
             own = model(**batch).logits
@@ -347,7 +352,7 @@ def test_autocast_is_in_the_model_and_unwrap_takes_it_out():
 def _memory() -> None:
     grid = Grid(z=2)
     accelerator = new_accelerator(grid)
-    model, optimizer = tiny_model("llama").train(), None
+    model, optimizer = small_model().train(), None
     optimizer = two_groups(model)
     before = [weakref.ref(parameter) for parameter in model.parameters()]
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -360,7 +365,7 @@ def _memory() -> None:
     gc.collect()
     assert (model, optimizer) == (None, None) and [its() for its in watched] == [None, None]
     assert accelerator.step == 0
-    model = accelerator.prepare(tiny_model("llama"))  # and another training may begin
+    model = accelerator.prepare(small_model())  # and another training may begin
     assert model(**batch_of(grid)).loss > 0
 
 

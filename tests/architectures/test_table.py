@@ -24,14 +24,29 @@ TYPES = "gpt2 gpt_neox phi3 gpt_bigcode bloom mpt falcon deepseek_v2 olmo2 gpt_o
 HEADS = {"over x": (2, 1), "on no axis": (3, 3), "kv heads shared": (8, 2), "kv heads repeated": (12, 6)}
 
 
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_every_way_of_dividing_heads(heads, monkeypatch):
-    query, kv = heads
+# Every type in the way that asks most of it, three types in every way.
+OFTEN = {"kv heads repeated": TYPES, **dict.fromkeys([*HEADS][:-1], ["gpt2", "phi3", "falcon"])}
+
+
+@pytest.mark.parametrize(
+    ("way", "types"),
+    [
+        *(pytest.param(way, types, id=way) for way, types in OFTEN.items()),
+        *(
+            pytest.param(
+                way, [each for each in TYPES if each not in OFTEN[way]], id=f"{way}, others", marks=pytest.mark.slow
+            )
+            for way in [*HEADS][:-1]
+        ),
+    ],
+)
+def test_every_way_of_dividing_heads(way, types, monkeypatch):
+    query, kv = HEADS[way]
     for names, value in ((QUERY_HEADS, query), (KV_HEADS, kv), (("head_dim", "v_head_dim"), HIDDEN // query)):
         for name in names:
             monkeypatch.setitem(SIZES, name, value)
     monkeypatch.setattr(tiny_configs, "HEADS", query)
-    specimens = [prepare(model_type) for model_type in TYPES]
+    specimens = [prepare(model_type) for model_type in types]
     survey_grid(specimens, "x2y2")
     assert not [its.row.line(BOUND) for its in specimens if its.row.verdict(BOUND) != "planned"]
 

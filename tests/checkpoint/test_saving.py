@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,17 @@ def kill_points(folder: Path, old: Path, name: str, background: bool) -> list[tu
     return [(rank, point) for rank in range(2) for point in range(counts[rank])]
 
 
+@pytest.fixture(scope="module")
+def points_of(old, tmp_path_factory) -> Callable[[str, bool], list[tuple[int, int]]]:
+    """`kill_points` of a save beside or over the old checkpoint, each counted once."""
+
+    @functools.cache
+    def points(name: str, background: bool) -> list[tuple[int, int]]:
+        return kill_points(tmp_path_factory.mktemp("count") / "run", old, name, background)
+
+    return points
+
+
 def kill(folder: Path, old: Path, name: str, background: bool, victim: int, point: int) -> float:
     shutil.copytree(old, folder)
     codes = run_to_the_end(save_and_die, 2, folder / name, background, victim, point, None)
@@ -121,11 +134,11 @@ def kill(folder: Path, old: Path, name: str, background: bool, victim: int, poin
 
 
 @pytest.mark.parametrize("each", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_killed_at_random_points(old, tmp_path, each):
+def test_killed_at_random_points(old, points_of, tmp_path, each):
     """Whoever is killed and wherever: the newest complete checkpoint is the old one or the new one, and whole."""
     chance, found = random.Random(7), []
     for number, (name, background) in enumerate(SCENARIOS):
-        points = kill_points(tmp_path / f"count-{number}", old, name, background)
+        points = points_of(name, background)
         assert len(points) > 20
         for victim, point in chance.sample(points, each):
             folder = tmp_path / f"{number}-{victim}-{point}"
@@ -135,8 +148,8 @@ def test_killed_at_random_points(old, tmp_path, each):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "background"), SCENARIOS)
-def test_killed_at_every_file_operation(old, tmp_path, name, background):
-    points = kill_points(tmp_path / "count", old, name, background)
+def test_killed_at_every_file_operation(old, points_of, tmp_path, name, background):
+    points = points_of(name, background)
     found = [kill(tmp_path / f"{rank}-{point}", old, name, background, rank, point) for rank, point in points]
     assert set(found) == {OLD, NEW}, found
 
@@ -195,9 +208,9 @@ def test_a_save_after_a_crash_needs_no_help(old, tmp_path):
         assert value_in(folder / name) == 3.0 and not list(folder.glob("**/*" + STAGE))
 
 
-def test_an_interrupted_commit_is_finished_by_the_next_load(old, tmp_path, capsys):
+def test_an_interrupted_commit_is_finished_by_the_next_load(old, points_of, tmp_path, capsys):
     """Killed while the files of the old checkpoint make place for those of the new one."""
-    points = [point for rank, point in kill_points(tmp_path / "count", old, "checkpoint-1", False) if rank == 0]
+    points = [point for rank, point in points_of("checkpoint-1", False) if rank == 0]
     for point in reversed(points):
         folder = tmp_path / f"at-{point}"
         shutil.copytree(old, folder)

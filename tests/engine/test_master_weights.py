@@ -23,7 +23,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import collate, token_data
 
 
-STEPS, RATE = 30, 2e-5
+STEPS, RATE = 8, 2e-5
 HALF, FULL = torch.bfloat16, torch.float32
 
 

@@ -69,12 +69,12 @@ SIZES = {
 }
 
 
-def resident(sizes):
+def resident(sizes, grids):
     plain = tiny_model("llama", **sizes)
     whole = sum(parameter.numel() for parameter in plain.parameters())
     small = sum(parameter.numel() for parameter in plain.parameters() if parameter.dim() == 1)
     found = []
-    for grid in all_grids(dist.get_world_size()):
+    for grid in grids:
         model, _ = parallelize(tiny_model("llama", **sizes), grid)
         here = grid.coordinates(dist.get_rank())
         # fused: one operation for DTensor to plan, on every grid anew
@@ -96,13 +96,20 @@ def resident(sizes):
     return found
 
 
+# Every axis, beside another one; all grids of four are in the slow set.
+SOME = [Grid(y=2, x=2), Grid(z=2, x=2), Grid(data=2, y=2)]
+
+
 @pytest.mark.parametrize(
-    "sizes",
-    [pytest.param(sizes, id=name, marks=pytest.mark.slow if sizes else ()) for name, sizes in SIZES.items()],
+    ("sizes", "grids"),
+    [
+        pytest.param(SIZES["that nothing divides"], SOME, id="that nothing divides, some"),
+        *(pytest.param(sizes, all_grids(4), id=name, marks=pytest.mark.slow) for name, sizes in SIZES.items()),
+    ],
 )
-def test_parameters_gradients_and_optimizer_state_are_divided_by_the_grid(sizes):
-    for found in run_ranks(resident, 4, sizes):
-        assert len(found) == 20 - 10 and all(found)
+def test_parameters_gradients_and_optimizer_state_are_divided_by_the_grid(sizes, grids):
+    for found in run_ranks(resident, 4, sizes, grids):
+        assert len(found) == len(grids) and all(found)
 
 
 def saved_elements(model, batch):
@@ -157,11 +164,14 @@ def saved(layouts):
     return {(grid, layout): of_one_layer(grid, layout) for grid, layout in layouts}
 
 
-def test_a_layer_saves_what_the_formula_says():
+@pytest.mark.parametrize(
+    "grids", [SOME, pytest.param(all_grids(4), marks=pytest.mark.slow)], ids=["some", "all of four"]
+)
+def test_a_layer_saves_what_the_formula_says(grids):
     one = of_one_layer(None)
     assert one == layer_formula(1, 1)[0]
-    layouts = [(grid, "token") for grid in all_grids(4)]
-    layouts += [(grid, "feature") for grid in all_grids(4) if grid.y > 1]
+    layouts = [(grid, "token") for grid in grids]
+    layouts += [(grid, "feature") for grid in grids if grid.y > 1]
     for found in run_ranks(saved, 4, layouts):
         for (grid, layout), count in found.items():
             expected, inputs = layer_formula(grid.y, grid.x, feature=layout == "feature")
@@ -266,15 +276,15 @@ def groups_at_a_time(grids, prefetch, *gathered):
 
 
 @pytest.mark.parametrize(
-    "grids",
-    [[Grid(z=2, x=2)], pytest.param([Grid(z=2, y=2), Grid(z=4)], marks=pytest.mark.slow)],
-    ids=["z and x", "others"],
+    ("world", "grids"),
+    [(2, [Grid(z=2)]), pytest.param(4, [Grid(z=2, x=2), Grid(z=2, y=2), Grid(z=4)], marks=pytest.mark.slow)],
+    ids=["z", "others"],
 )
 @pytest.mark.parametrize(("prefetch", "gathered"), [(1, (2, 5)), ("layer", (8, 8))], ids=["groups", "layers"])
-def test_two_bundles_have_buffers_at_a_time(grids, prefetch, gathered):
+def test_two_bundles_have_buffers_at_a_time(world, grids, prefetch, gathered):
     """Of a layer's four groups; of gradients there are two groups. A layer that runs again keeps its four until
     backward has used them."""
-    run_ranks(groups_at_a_time, 4, grids, prefetch, *gathered)
+    run_ranks(groups_at_a_time, world, grids, prefetch, *gathered)
 
 
 def abandoned(grid):
@@ -336,7 +346,7 @@ VOCABULARY, CHUNK = 2048, 2**14
 def loss_peak(grid, dtype, *, capped):
     """Bytes that head and loss need at most besides their results, in chunks of float32 logits; and the chunks."""
     head_chunks.CHUNK_LOGITS = CHUNK
-    model, _ = parallelize(tiny_model("llama", vocab_size=VOCABULARY, dtype=dtype), grid)
+    model, _ = parallelize(tiny_model("llama", num_hidden_layers=1, vocab_size=VOCABULARY, dtype=dtype), grid)
     batch = rows_of(tiny_batch(8, 24, vocab=VOCABULARY), grid, dist.get_rank())
     logits = model.train()(**batch).logits
     if capped:
@@ -351,17 +361,31 @@ def loss_peak(grid, dtype, *, capped):
     return (peak.most - results) / (4 * CHUNK), chunks
 
 
-def peaks_of_the_loss():
-    found = {}
-    for grid in (Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)):
-        for dtype in (torch.float32, torch.bfloat16):
-            for capped in (False, True):
-                found[grid, dtype, capped] = loss_peak(grid, dtype, capped=capped)
-    return found
+def peaks_of_the_loss(cases):
+    return {(grid, dtype, capped): loss_peak(grid, dtype, capped=capped) for grid, dtype, capped in cases}
 
 
-def test_head_and_loss_hold_less_than_two_chunks_of_logits():
-    for found in run_ranks(peaks_of_the_loss, 2):
+PEAKS = [
+    (grid, dtype, capped)
+    for grid in (Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2))
+    for dtype, capped in (
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        (torch.float32, True),
+        (torch.bfloat16, False),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    # Quick are two of each grid's four: those of x and z in turn with those of y and data.
+    [[*PEAKS[:2], *PEAKS[6:10], *PEAKS[14:]], pytest.param(PEAKS, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_head_and_loss_hold_less_than_two_chunks_of_logits(cases):
+    for found in run_ranks(peaks_of_the_loss, 2, cases):
+        assert len(found) == len(cases)
         for case, (peak, chunks) in found.items():
             assert 1 / 3 < peak < 2 and chunks >= 6, (case, peak, chunks)
 

@@ -77,11 +77,19 @@ def generated(model, prefix, steps: int) -> list[int]:
 
 def parting_samples(model, count: int, *, prefixes=(9, 16), suffixes=(5, 12)) -> list[Sample]:
     """Samples of mixed lengths. The suffix is what the model says, with a wrong token at a drawn place in most."""
+    return samples_and_answers(model, count, prefixes=prefixes, suffixes=suffixes)[0]
+
+
+def samples_and_answers(
+    model, count: int, *, prefixes=(9, 16), suffixes=(5, 12)
+) -> tuple[list[Sample], list[list[int]]]:
+    """`parting_samples` and what `generate` says after each prefix."""
     draw = random.Random(0)
-    made = []
+    made, answers = [], []
     for number in range(count):
         prefix = [draw.randrange(VOCABULARY) for _ in range(draw.randint(*prefixes))]
         suffix = generated(model, prefix, draw.randint(*suffixes))
+        answers.append([*suffix])
         if number % 4:
             place = draw.randrange(len(suffix))
             suffix[place] = (suffix[place] + 1 + draw.randrange(VOCABULARY - 1)) % VOCABULARY
@@ -95,7 +103,7 @@ def parting_samples(model, count: int, *, prefixes=(9, 16), suffixes=(5, 12)) ->
                 suffix=tuple(suffix),
             )
         )
-    return made
+    return made, answers
 
 
 def fed_shapes(model) -> list[tuple[int, int]]:

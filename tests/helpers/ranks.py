@@ -7,6 +7,7 @@ race for), have a time limit, and the first failure of any rank is raised in the
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import itertools
 import os
@@ -22,12 +23,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM
 
+from hf_axonn.architectures.plan import plan_for
+from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.compat.accelerate import forget_state
-from hf_axonn.distributed.consistency import gather_texts
+from hf_axonn.distributed.consistency import gather_texts, versions
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.topology.grid import Grid, GridPosition
 from tests.helpers import devices
+from tests.helpers.models import tiny_config
 
 
 def all_grids(size: int) -> list[Grid]:
@@ -42,6 +47,15 @@ def fake_mesh(grid: Grid, rank: int) -> GridMesh:
     GridPosition.__init__(mesh, grid, grid.coordinates(rank))
     mesh.rank, mesh.device_type = rank, "cpu"
     return mesh
+
+
+@functools.cache
+def _read_once() -> None:
+    """Read before the first ranks are forked what each of them would for its first model: versions and sources."""
+    versions()
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    weight_kinds(model, plan_for(model))
 
 
 def _run(rank: int, world: int, folder: str, function: Callable, args: tuple) -> None:
@@ -92,6 +106,7 @@ def run_ranks(function: Callable, world: int, *args, timeout: float = 240) -> li
     assert devices.in_use().kind == "cpu" or not torch.cuda.is_initialized(), (
         "this process has used CUDA, which a forked rank cannot do then: run tests that do (-m gpu) by themselves"
     )
+    _read_once()
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=_run, args=(rank, world, folder, function, args)) for rank in range(world)]

@@ -37,7 +37,7 @@ MODELS = {
 def make(name: str) -> torch.nn.Module:
     kind = name if name in ("gemma2", "granite") else "llama"
     attention = "eager" if kind == "gemma2" else "sdpa"
-    model = tiny_model(kind, attention=attention, **MODELS[name]).train()
+    model = tiny_model(kind, attention=attention, num_hidden_layers=1, **MODELS[name]).train()
     if name == "bias":
         bias = torch.arange(1.0, 1 + model.lm_head.out_features, dtype=torch.float64).sin()
         model.lm_head.bias = torch.nn.Parameter(bias)
@@ -78,10 +78,9 @@ def truth(model: torch.nn.Module, batch: dict) -> dict:
     return values
 
 
-def _equal(name: str, expected: dict, batch: dict) -> None:
-    for grid in GRIDS:
-        # One token of each rank at a time, a few, all.
-        for limit in (1, 600, 2**26) if name == "llama" else (600,):
+def _equal(name: str, grids: list[Grid], limits: tuple[int, ...], expected: dict, batch: dict) -> None:
+    for grid in grids:
+        for limit in limits:
             head_chunks.CHUNK_LOGITS = limit
             config = AxonnConfig(grid=grid, keep_gathered="all" if name == "tied" else "none")
             model, _ = parallelize(make(name), grid, config=config)
@@ -102,18 +101,36 @@ def _equal(name: str, expected: dict, batch: dict) -> None:
             assert max(errors.values()) < 1e-10, (grid, limit, max(errors, key=errors.get), max(errors.values()))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_statistics_and_gradients_equal_whole_logits(name):
+# Logits that are there at a time: of one token of each rank, of a few, of all.
+ONE, FEW, ALL = 1, 600, 2**26
+OTHERS = [name for name in MODELS if name != "llama"]
+
+
+# Quick are the chunks of every size on one grid, and of other models two grids, which have x, y and z.
+@pytest.mark.parametrize(
+    ("name", "grids", "limits"),
+    [
+        pytest.param("llama", GRIDS, (FEW,), id="llama"),
+        pytest.param("llama", GRIDS[1:2], (ONE, ALL), id="llama, chunks"),
+        pytest.param("llama", [GRIDS[0], *GRIDS[2:]], (ONE, ALL), id="llama, others", marks=pytest.mark.slow),
+        *(pytest.param(name, [GRIDS[0], GRIDS[2]], (FEW,), id=name) for name in OTHERS),
+        *(
+            pytest.param(name, [GRIDS[1], *GRIDS[3:]], (FEW,), id=f"{name}, others", marks=pytest.mark.slow)
+            for name in OTHERS
+        ),
+    ],
+)
+def test_statistics_and_gradients_equal_whole_logits(name, grids, limits):
     model = make(name)
     batch = batch_of(model)
     expected = truth(model, batch)
     assert expected["is_top1"].any() and (expected["mask"] & ~expected["is_top1"]).any()
-    run_ranks(_equal, 4, name, expected, batch)
+    run_ranks(_equal, 4, name, grids, limits, expected, batch)
 
 
 def _corners() -> None:
     grid = Grid(y=2, x=2)
-    model, _ = parallelize(tiny_model("llama").train(), grid)
+    model, _ = parallelize(tiny_model("llama", num_hidden_layers=1).train(), grid)
     batch = tiny_batch(2, 7)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     # Nothing to predict: zeros with zero gradients, and the backward pass goes through.

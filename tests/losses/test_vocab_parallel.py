@@ -25,7 +25,12 @@ from tests.helpers.ranks import all_grids, run_ranks
 pytestmark = pytest.mark.usefixtures("device")
 
 
+# Of one layer: what is tested comes after it.
+small_model = functools.partial(tiny_model, num_hidden_layers=1)
 GRIDS = [Grid(x=4), Grid(y=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2)]
+SOME_AND_OTHERS = pytest.mark.parametrize(
+    "grids", [GRIDS[1:3], pytest.param([GRIDS[0], GRIDS[3]], marks=pytest.mark.slow)], ids=["some", "others"]
+)
 
 
 def _share(batch: dict[str, torch.Tensor], grid: Grid, model) -> dict[str, torch.Tensor]:
@@ -35,9 +40,9 @@ def _share(batch: dict[str, torch.Tensor], grid: Grid, model) -> dict[str, torch
     return {name: value[first : first + rows] for name, value in batch.items()}
 
 
-def _equal(head_bias: bool) -> None:
+def _equal(head_bias: bool, limits: tuple[int, ...]) -> None:
     batch = tiny_batch(4, 9)
-    truth = tiny_model("llama").train()
+    truth = small_model("llama").train()
     if head_bias:
         _add_bias(truth)
     with Float64():
@@ -45,10 +50,9 @@ def _equal(head_bias: bool) -> None:
         expected.backward()
     grads = {name: parameter.grad for name, parameter in truth.named_parameters()}
     for grid in GRIDS:
-        # 1 token of each rank at a time, a few, all: the last chunk is shorter than the others.
-        for limit in (1, 600, 2**26):
+        for limit in limits:
             hf_axonn.losses.head_chunks.CHUNK_LOGITS = limit
-            model = tiny_model("llama").train()
+            model = small_model("llama").train()
             if head_bias:
                 _add_bias(model)
             model, _ = parallelize(model, grid)
@@ -69,16 +73,20 @@ def _add_bias(model) -> None:
     model.lm_head.bias = torch.nn.Parameter(bias)
 
 
-@pytest.mark.parametrize("head_bias", [False, True])
-def test_chunks_of_any_size_give_the_same_gradients(head_bias):
-    run_ranks(_equal, 4, head_bias)
+# One token of each rank at a time, a few, all: the last chunk is shorter than the others.
+@pytest.mark.parametrize(
+    ("head_bias", "limits"),
+    [(False, (1, 600, 2**26)), (True, (600,)), pytest.param(True, (1, 2**26), marks=pytest.mark.slow)],
+)
+def test_chunks_of_any_size_give_the_same_gradients(head_bias, limits):
+    run_ranks(_equal, 4, head_bias, limits)
 
 
 def _contract() -> None:
     grid = Grid(y=2, x=2)
     batch = tiny_batch(2, 7)
-    truth = tiny_model("llama")
-    model, _ = parallelize(tiny_model("llama"), grid)
+    truth = small_model("llama")
+    model, _ = parallelize(small_model("llama"), grid)
     with Float64():
         plain = truth.train()(**batch)
         deferred = model.train()(**batch)
@@ -122,13 +130,13 @@ def _smoothed() -> None:
     hf_axonn.losses.head_chunks.CHUNK_LOGITS = 600
     capped = {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 4, "attention": "eager"}
     for kind, changes in (("smollm2", {}), ("gemma2", capped)):
-        truth = tiny_model(kind, **changes).train()
+        truth = small_model(kind, **changes).train()
         with Float64():
             inputs = {name: value for name, value in batch.items() if name != "labels"}
             expected = LabelSmoother(0.2)(truth(**inputs), batch["labels"], shift_labels=True, num_items_in_batch=5)
             expected.backward()
         for grid in (Grid(y=2, x=2), Grid(z=2, x=2)):
-            model, _ = parallelize(tiny_model(kind, **changes), grid)
+            model, _ = parallelize(small_model(kind, **changes), grid)
             loss = model.train().loss_function
             own = _share(batch, grid, model)
             with Float64(), loss.smooth_labels(0.2), loss.watch(own["labels"]):
@@ -160,9 +168,9 @@ def _few_columns() -> None:
     batch = {name: torch.where(value >= 0, value % 9, value) for name, value in tiny_batch(2, 7).items()}
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     with Float64():
-        stock = tiny_model("llama", vocab_size=9)
+        stock = small_model("llama", vocab_size=9)
         expected = LabelSmoother(0.1)(stock(**inputs), batch["labels"], shift_labels=True)
-    model, _ = parallelize(tiny_model("llama", vocab_size=9), Grid(x=4))
+    model, _ = parallelize(small_model("llama", vocab_size=9), Grid(x=4))
     with Float64(), model.train().loss_function.smooth_labels(0.1):
         loss = model(**batch).loss
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=0)
@@ -183,7 +191,7 @@ OUTSIDE = [("labels", 131), ("labels", 10**6), ("labels", -1), ("labels", -5), (
 def _outside(grids) -> None:
     """In the last row. All ranks, also those of other rows, say the same; -100 among the labels is no id."""
     for grid in grids:
-        model, _ = parallelize(tiny_model("llama").train(), grid)
+        model, _ = parallelize(small_model("llama").train(), grid)
         last = [rank for rank in range(grid.size) if rank >= grid.size - grid.x * grid.y]
         who = f"rank {last[0]}" if len(last) == 1 else f"ranks {last[0]} and {last[1]}"
         for name, value in [*OUTSIDE, ("labels", -100)]:
@@ -201,15 +209,22 @@ def _outside(grids) -> None:
             assert str(error.value) == said, (grid, error.value)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ids_and_labels_outside_of_the_vocabulary_are_refused_by_all_ranks(world):
-    grids = {2: all_grids(2), 4: [Grid(z=2, x=2), Grid(z=2, y=2), Grid(data=2, z=2), Grid(data=2, x=2)]}
-    run_ranks(_outside, world, grids[world])
+@pytest.mark.parametrize(
+    "grids",
+    [
+        all_grids(2),
+        [Grid(z=2, x=2), Grid(data=2, z=2)],
+        pytest.param([Grid(z=2, y=2), Grid(data=2, x=2)], marks=pytest.mark.slow),
+    ],
+    ids=["two", "four", "others of four"],
+)
+def test_ids_and_labels_outside_of_the_vocabulary_are_refused_by_all_ranks(grids):
+    run_ranks(_outside, grids[0].size, grids)
 
 
 def _alone() -> None:
     """Ranks that generate or evaluate may be done at different times, so nothing is asked of the others."""
-    model, _ = parallelize(tiny_model("llama").eval(), Grid(z=2))
+    model, _ = parallelize(small_model("llama").eval(), Grid(z=2))
     if dist.get_rank() == 1:
         with torch.no_grad(), pytest.raises(ValueError, match=r"rank 1 got the token id 131 at \[0, 1\]"):
             model(input_ids=torch.tensor([[1, 131]]))
@@ -221,7 +236,7 @@ def test_outside_of_training_no_other_rank_is_asked():
 
 def _first_label() -> None:
     """Nothing predicts it, so nothing reads it."""
-    model, _ = parallelize(tiny_model("llama").train(), Grid(z=2))
+    model, _ = parallelize(small_model("llama").train(), Grid(z=2))
     batch = tiny_batch(4, 7)
     batch["labels"][:, 0] = 500
     assert model(**batch).loss.isfinite()
@@ -233,7 +248,7 @@ def test_the_label_of_the_first_position_is_not_read():
 
 def _other_shapes() -> None:
     for grid in all_grids(2):
-        model, _ = parallelize(tiny_model("llama").train(), grid)
+        model, _ = parallelize(small_model("llama").train(), grid)
         for labels in (tiny_batch(4, 6)["labels"], tiny_batch(3, 7)["labels"], tiny_batch(5, 7)["labels"]):
             with pytest.raises(ValueError, match=rf"labels for {labels.numel()} tokens, but logits of \[4, 7\]"):
                 model(**tiny_batch(4, 7) | {"labels": labels})
@@ -251,14 +266,14 @@ def run_model(model, batch, **more):
 
 
 def plain(batch, **changes):
-    model = tiny_model("llama", **changes).train()
+    model = small_model("llama", **changes).train()
     output = run_model(model, batch)
     return output, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def check(batch, truth, **changes):
     for grid in GRIDS:
-        model = parallelize(tiny_model("llama", **changes), grid)[0].train()
+        model = parallelize(small_model("llama", **changes), grid)[0].train()
         output = run_model(model, rows_of(batch, grid, dist.get_rank()))
         sync_gradients(model)
         torch.testing.assert_close(mean_over_world(output.loss), truth[0].loss.detach(), rtol=1e-12, atol=0)
@@ -273,30 +288,31 @@ def test_a_vocabulary_smaller_than_the_grid_leaves_ranks_without_any():
     run_ranks(functools.partial(check, batch, plain(batch, **changes), **changes), 4)
 
 
-def large_logits(batch, expected):
+def large_logits(grids, batch, expected):
     """Sums of exponentials must not overflow, on ranks whose part of the vocabulary has no large logit either."""
-    for grid in GRIDS:
+    for grid in grids:
         model = parallelize(scaled_model(), grid)[0].train()
         loss = model(**rows_of(batch, grid, dist.get_rank())).loss
         torch.testing.assert_close(mean_over_world(loss).float(), expected, rtol=1e-5, atol=0)
 
 
 def scaled_model():
-    model = tiny_model("llama", dtype=torch.float32)
+    model = small_model("llama", dtype=torch.float32)
     model.lm_head.weight.data *= 1e4
     return model
 
 
-def test_large_logits_do_not_overflow():
+@SOME_AND_OTHERS
+def test_large_logits_do_not_overflow(grids):
     batch = tiny_batch(8, 7)
     expected = scaled_model().train()(**batch).loss.detach()
     assert expected > 100 and torch.isfinite(expected)
-    run_ranks(large_logits, 4, batch, expected)
+    run_ranks(large_logits, 4, grids, batch, expected)
 
 
-def nothing_is_kept(batch):
-    for grid in GRIDS:
-        model = parallelize(tiny_model("llama"), grid)[0].train()
+def nothing_is_kept(grids, batch):
+    for grid in grids:
+        model = parallelize(small_model("llama"), grid)[0].train()
         mine = rows_of(batch, grid, dist.get_rank())
         output = run_model(model, mine | {"labels": torch.full_like(mine["labels"], -100)})
         assert output.loss == 0
@@ -310,17 +326,18 @@ def nothing_is_kept(batch):
         loss = run_model(model, mine | {"labels": labels}).loss
         first = rows_of(batch, grid, 0)
         with Float64():
-            expected = tiny_model("llama").train()(**first).loss
+            expected = small_model("llama").train()(**first).loss
         torch.testing.assert_close(mean_over_world(loss), expected.detach(), rtol=1e-12, atol=0)
 
 
-def test_ranks_that_keep_nothing():
-    run_ranks(nothing_is_kept, 4, tiny_batch(8, 7))
+@SOME_AND_OTHERS
+def test_ranks_that_keep_nothing(grids):
+    run_ranks(nothing_is_kept, 4, grids, tiny_batch(8, 7))
 
 
-def recorded(batch, kept, expected):
-    for grid in GRIDS:
-        model = parallelize(tiny_model("llama"), grid)[0].train()
+def recorded(grids, batch, kept, expected):
+    for grid in grids:
+        model = parallelize(small_model("llama"), grid)[0].train()
         mine = rows_of(batch | {"kept": kept}, grid, dist.get_rank())
         labels, mine["labels"] = mine["labels"], mine.pop("kept")
         with model.loss_function.watch(labels):
@@ -334,23 +351,24 @@ def recorded(batch, kept, expected):
         )
 
 
-def test_losses_of_kept_and_dropped_tokens_are_those_of_one_process():
+@SOME_AND_OTHERS
+def test_losses_of_kept_and_dropped_tokens_are_those_of_one_process(grids):
     batch = tiny_batch(8, 7)
     kept = batch["labels"].clone()
     kept[:, ::3] = -100
-    model = tiny_model("llama").train()
+    model = small_model("llama").train()
     model.loss_function = CausalLMLoss()
     with model.loss_function.watch(batch["labels"]):
         run_model(model, batch | {"labels": kept})
     expected = model.loss_function.record.pop()
     assert expected["all_count"] > expected["kept_count"] > 0
-    run_ranks(recorded, 4, batch, kept, expected)
+    run_ranks(recorded, 4, grids, batch, kept, expected)
 
 
-def evaluated(batch, expected):
+def evaluated(grids, batch, expected):
     """Without gradients a rank's loss is the mean of its own tokens, whichever way the model is called."""
-    for grid in GRIDS:
-        model = parallelize(tiny_model("llama"), grid)[0]
+    for grid in grids:
+        model = parallelize(small_model("llama"), grid)[0]
         mine = rows_of(batch, grid, dist.get_rank())
         counts = (mine["labels"][:, 1:] != -100).sum()
         for training in (False, True):
@@ -361,11 +379,12 @@ def evaluated(batch, expected):
             torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
 
 
-def test_evaluation_loss():
+@SOME_AND_OTHERS
+def test_evaluation_loss(grids):
     batch = tiny_batch(8, 7)
     with torch.no_grad(), Float64():
-        expected = tiny_model("llama")(**batch).loss
-    run_ranks(evaluated, 4, batch, expected)
+        expected = small_model("llama")(**batch).loss
+    run_ranks(evaluated, 4, grids, batch, expected)
 
 
 def _head_gradient_errors():

@@ -44,8 +44,8 @@ IDS = torch.arange(3, 13).view(2, 5)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for kind in ("qwen3", "smollm2"):
-        tiny_model(kind, dtype=torch.float32).save_pretrained(folder / kind)
+    for kind, layers in (("qwen3", 2), ("smollm2", 1)):  # those of two layers could be taken for each other
+        tiny_model(kind, dtype=torch.float32, num_hidden_layers=layers).save_pretrained(folder / kind)
     return folder
 
 

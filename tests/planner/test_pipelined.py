@@ -177,17 +177,23 @@ def test_no_pipeline_is_planned_unless_asked_for():
 
 def test_many_gpus_are_faster_with_a_pipeline():
     job = Job(shape=load_shape("gpt-175b"), machine=load_machine("dgx-a100"), sequences=1536, seq=2048)
-    with_stages, without = plan(job, 1536, free=EXACT, pipes=[1, 8, 16]).best, plan(job, 1536, free=EXACT).best
-    assert with_stages.grid.pipe > 1 and with_stages.total < 0.85 * without.total
+    found = plan(job, 1536, free=EXACT, pipes=[1, 16])
+    without = min(entry.total for entry in found.ranked if entry.grid.pipe == 1)
+    assert found.best.grid.pipe > 1 and found.best.total < 0.85 * without
 
 
-def test_all_grids_with_any_pipeline_are_ranked_with_little_work():
+@pytest.mark.parametrize(
+    ("pipes", "most"),  # 5.9 and 12.4 million when this was written
+    [([1, 32], 7_100_000), pytest.param(None, 15_000_000, marks=pytest.mark.slow)],
+    ids=["two", "any"],
+)
+def test_all_grids_with_a_pipeline_are_ranked_with_little_work(pipes, most):
     """Under five seconds on one core (docs/planning.md); here counted in calls, which no load changes."""
     job = Job(shape=load_shape("gpt-320b"), machine=load_machine("frontier"), sequences=8192, seq=2048)
-    plan(job, 64, pipes=None)  # imports, tables
-    calls, found = calls_of(partial(plan, free=EXACT, pipes=None), job, 32768)
-    assert found.best.grid.pipe > 1 and len(found.ranked) > 1000
-    assert calls < 15_000_000  # 12.4 million when this was written
+    plan(job, 64, pipes=pipes)  # imports, tables
+    calls, found = calls_of(partial(plan, free=EXACT, pipes=pipes), job, 32768)
+    assert found.best.grid.pipe > 1 and len(found.ranked) > (1000 if pipes is None else 700)
+    assert calls < most
 
 
 def test_the_command_says_how_the_pipeline_lies(capsys):

@@ -239,6 +239,19 @@ def end_after(monkeypatch, steps):
     monkeypatch.setattr(training.GoldfishTrainer, "training_step", one)
 
 
+def killed_run(small, grid):
+    """One that is killed after seven of its twelve steps."""
+    with pytest.MonkeyPatch.context() as patches:
+        end_after(patches, 7)
+        assert small.do("train-tiny-k2-s0", grid=grid).code
+    return small
+
+
+@pytest.fixture(scope="module")
+def killed(with_base, tmp_path_factory):
+    return killed_run(with_base.copy(tmp_path_factory.mktemp("killed")), X2)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -247,10 +260,8 @@ def end_after(monkeypatch, steps):
         pytest.param(X2, None, id="x=2 to one"),
     ],
 )
-def test_a_killed_run_goes_on(with_run, small, monkeypatch, first, second):
-    with monkeypatch.context() as patches:
-        end_after(patches, 7)
-        assert small.do("train-tiny-k2-s0", grid=first).code
+def test_a_killed_run_goes_on(with_base, with_run, killed, tmp_path, monkeypatch, first, second):
+    small = killed.copy(tmp_path) if first == X2 else killed_run(with_base.copy(tmp_path), first)
     work = small.output / "work" / "tiny" / "k2-s0"
     assert [path.name for path in work.glob("checkpoint-*")] == ["checkpoint-7"]
     directory = small.output / "runs" / "tiny" / "k2-s0"
@@ -282,10 +293,8 @@ def test_a_killed_base_goes_on_in_the_same_shuffled_order(with_base, with_data, 
     assert held_out_losses(mine) == held_out_losses(theirs)
 
 
-def test_a_training_with_other_settings_does_not_go_on(small, with_run, monkeypatch):
-    with monkeypatch.context() as patches:
-        end_after(patches, 7)
-        assert small.do("train-tiny-k2-s0").code
+def test_a_training_with_other_settings_does_not_go_on(small):
+    killed_run(small, None)
     (small.output / "pilot" / "chosen.json").write_text(json.dumps({**CHOSEN, "learning_rate": 1e-3}))
     assert_quiet(small.do("train-tiny-k2-s0"))
     checkpoint = small.output / "runs" / "tiny" / "k2-s0" / "checkpoint"
@@ -322,22 +331,28 @@ def test_a_killed_extraction_goes_on_with_the_trained_weights(with_run, small, m
     assert [mine[name].logprob for name in theirs] == pytest.approx([one.logprob for one in theirs.values()], rel=1e-5)
 
 
+def utility_of(small, grid):
+    ended = small.do("utility-tiny", grid=grid)
+    # Two of the four models that the recipe names were not trained; the others are measured.
+    assert ended.code
+    assert "2 of 4 checkpoints of tiny are not there: base/tiny-k2 (step base-tiny-k2)" in ended.output
+    assert ended.output.count("utility of tiny: ") == 2
+    assert json.loads((small.output / "utility" / "tiny.json").read_text()).keys() == {"base", "k2-s0"}
+    parts = small.output / "utility" / "parts" / "tiny"
+    return {part.stem: json.loads(part.read_text()) for part in parts.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def utility_alone(with_run, tmp_path_factory):
+    return utility_of(with_run.copy(tmp_path_factory.mktemp("utility")), None)
+
+
 @pytest.mark.parametrize("grid", [X2, Z2], ids=["x=2", "z=2"])
-def test_utility_on_a_grid_is_that_of_one_process(with_run, tmp_path, grid):
-    found = {}
-    for name, over in (("one", None), ("grid", grid)):
-        small = with_run.copy(tmp_path / name)
-        ended = small.do("utility-tiny", grid=over)
-        # Two of the four models that the recipe names were not trained; the others are measured.
-        assert ended.code
-        assert "2 of 4 checkpoints of tiny are not there: base/tiny-k2 (step base-tiny-k2)" in ended.output
-        assert ended.output.count("utility of tiny: ") == 2
-        assert json.loads((small.output / "utility" / "tiny.json").read_text()).keys() == {"base", "k2-s0"}
-        parts = small.output / "utility" / "parts" / "tiny"
-        found[name] = {part.stem: json.loads(part.read_text()) for part in parts.iterdir()}
-    assert found["grid"].keys() == found["one"].keys() == {"base", "k2-s0"}
-    for name, one in found["one"].items():
-        other = found["grid"][name]
+def test_utility_on_a_grid_is_that_of_one_process(with_run, utility_alone, tmp_path, grid):
+    found = utility_of(with_run.copy(tmp_path), grid)
+    assert found.keys() == utility_alone.keys() == {"base", "k2-s0"}
+    for name, one in utility_alone.items():
+        other = found[name]
         assert other["identity"] == one["identity"] and other["held_out"].keys() == one["held_out"].keys()
         for document, nll in one["held_out"].items():
             assert other["held_out"][document] == pytest.approx(nll, rel=1e-6)

@@ -18,7 +18,7 @@ from hf_axonn_eval.extraction.scoring import near_tie_below, score_suffixes
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics import text as metrics
 from hf_axonn_eval.metrics.discoverability import Sampler
-from tests.helpers.eval_families import FAMILIES, family, fed_shapes, generated, parting_samples
+from tests.helpers.eval_families import FAMILIES, family, fed_shapes, generated, parting_samples, samples_and_answers
 from tests.helpers.eval_support import samples, tiny_llama, topics_tokenizer
 from tests.helpers.float64 import Float64
 from tests.helpers.ranks import run_ranks
@@ -28,10 +28,9 @@ from tests.helpers.ranks import run_ranks
 def test_every_family_answers_as_generate_does(name):
     # eager attention, which soft caps need, does not pad in float64
     model = family(name, torch.float32 if name == "gemma2" else torch.float64)
-    asked = parting_samples(model, 23)
+    asked, expected = samples_and_answers(model, 17)
     assert can_be_kept(model) == (name != "mamba")
-    expected = [generated(model, sample.prefix, len(sample.suffix)) for sample in asked]
-    for batch_size, early in ((1, True), (23, True), (4, False), (23, False)):
+    for batch_size, early in ((1, True), (17, True), (4, False), (17, False)):
         results = extract(model, None, asked, batch_size=batch_size, stop_early=early, progress=False)
         assert [result.generated for result in results] == expected
     for sample, wanted, result in zip(asked, expected, results, strict=True):
@@ -91,8 +90,7 @@ def test_rows_that_are_filled_up_stay_in_the_window():
 def test_a_large_batch_is_several_passes_and_is_decoded_together(monkeypatch, options, passes):
     monkeypatch.setitem(batches._IN_A_PASS, "cpu", 66)
     model = family("llama")
-    asked = parting_samples(model, 12, prefixes=(9, 9), suffixes=(12, 12))
-    expected = [generated(model, sample.prefix, 12) for sample in asked]
+    asked, expected = samples_and_answers(model, 12, prefixes=(9, 9), suffixes=(12, 12))
     fed = fed_shapes(model)
     results = extract(model, None, asked, batch_size=12, progress=False, **options)
     assert [shape for shape in fed if shape[1] >= 11] == passes
@@ -106,10 +104,15 @@ def test_a_large_batch_is_several_passes_and_is_decoded_together(monkeypatch, op
     assert max(steps) > passes[0][0] and len(steps) <= 12, "rows of all passes go together"
 
 
+@functools.cache
+def missed_samples() -> list[Sample]:
+    return [each for each in parting_samples(family("llama"), 80, suffixes=(12, 12)) if int(each.sample_id) % 4]
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_the_batch_that_is_decoded_stays_full(early):
     model = family("llama")
-    asked = [sample for sample in parting_samples(model, 80, suffixes=(12, 12)) if int(sample.sample_id) % 4]
+    asked = missed_samples()
     fed = fed_shapes(model)
     results = extract(model, None, asked, batch_size=2, stop_early=early, progress=False)
     steps = [rows for rows, tokens in fed if tokens == 1]
@@ -132,24 +135,31 @@ OPTIONS = [
 ]
 
 
-def on_grids(asked, grids, options=OPTIONS) -> dict:
+def on_grids(asked, grids, options) -> dict:
+    """Answers by family, grid and number of the options; `options` has those of each family."""
     answers = {}
     for name in asked:
         for grid_name, grid in grids.items():
             model = family(name) if grid is None else hf_axonn.parallelize(family(name), grid)[0]
             with Float64(), mock.patch.dict(batches._IN_A_PASS, cpu=40):  # a batch of three is two passes
-                for number, some in enumerate(options):
+                for number, some in enumerate(options[name]):
                     answers[name, grid_name, number] = extract(
                         model, None, asked[name], batch_size=3, progress=False, **some
                     )
     return answers
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_grid_answers_as_one_process_does(world):
-    asked = {name: parting_samples(family(name), 13) for name in ("llama", "gemma2")}
-    [alone] = run_ranks(on_grids, 1, asked, {"alone": None})
-    first, *others = run_ranks(on_grids, world, asked, GRIDS[world])
+# Quick are fewer samples, and near copies of one family: they take as long as all other options together.
+@pytest.mark.parametrize(
+    ("world", "count", "of_gemma2"),
+    [(2, 7, OPTIONS[:-1]), *(pytest.param(world, 13, OPTIONS, marks=pytest.mark.slow) for world in (2, 4))],
+    ids=["2", "2 with all", "4 with all"],
+)
+def test_every_grid_answers_as_one_process_does(world, count, of_gemma2):
+    options = {"llama": OPTIONS, "gemma2": of_gemma2}
+    asked = {name: parting_samples(family(name), count) for name in options}
+    [alone] = run_ranks(on_grids, 1, asked, {"alone": None}, options)
+    first, *others = run_ranks(on_grids, world, asked, GRIDS[world], options)
     assert all(answer == [] for other in others for answer in other.values())
     for (name, grid, number), results in first.items():
         wanted = alone[name, "alone", number]
@@ -169,13 +179,12 @@ def test_every_grid_answers_as_one_process_does(world):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_family_on_every_grid_answers_as_generate_does(world):
     """The two families of the test above are left out; mamba, which is decoded with `generate`, is here."""
-    asked = {name: parting_samples(family(name), 7) for name in FAMILIES if name not in ("llama", "gemma2")}
+    families = {name: samples_and_answers(family(name), 7) for name in FAMILIES if name not in ("llama", "gemma2")}
+    asked = {name: made for name, (made, _) in families.items()}
     grids = {name: grid for name, grid in GRIDS[world].items() if grid is not None}
-    first, *_ = run_ranks(on_grids, world, asked, grids, [{}, {"stop_early": True}])
+    first, *_ = run_ranks(on_grids, world, asked, grids, dict.fromkeys(asked, [{}, {"stop_early": True}]))
     assert len(first) == 2 * len(grids) * len(asked)
-    for name, samples_of in asked.items():
-        model = family(name)
-        wanted = [generated(model, sample.prefix, len(sample.suffix)) for sample in samples_of]
+    for name, (_, wanted) in families.items():
         for (of, grid, number), results in first.items():
             if of == name:
                 assert [result.generated for result in results] == wanted, (name, grid, number)
