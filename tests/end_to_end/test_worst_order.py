@@ -1,7 +1,7 @@
 """By the worst order of an asynchronous backend no bit changes, and all ranks issue their collectives in one order.
 
-Whatever is begun ahead is compared with the same run with all overlaps off on plain gloo. What plain gloo hides, and
-this must not, is planted.
+Whatever is begun ahead is compared with the same run with all overlaps off on plain gloo. All buffers under way are
+watched meanwhile (tests/helpers/buffers.py). What plain gloo hides, and this must not, is planted.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def by_the_worst_order(cases, folder):
             truth = run(mode, grid, here[0], overlap=False)
         with backend(like, tracked=True) as late:
             ours = run(mode, grid, here[1], keep=keep)
-        assert (late.between_stages > 0) == (grid.pipe > 1)
+        assert (late.between_stages > 0) == (grid.pipe > 1) and late.buffers.count > 0
         found.append((differences(truth, ours), late.issued))
     return found
 
