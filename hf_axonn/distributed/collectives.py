@@ -110,8 +110,8 @@ class _Work:
     """A collective under way, with the tensors that it reads: their memory stays theirs until the wait.
 
     A backend may read them at any time until then. gloo holds them itself, and NCCL's group does, but the engine does
-    not rely on it. It needs no `record_stream` on CUDA: all of it runs on one stream. There a wait makes that stream
-    wait, and the allocator gives what is freed afterwards to later work of the same stream only.
+    not rely on it. On CUDA a wait makes the current stream wait, which is the one of the launch (docs/gpu.md): what is
+    freed afterwards goes to later work of that stream, so no `record_stream` is due.
     """
 
     def __init__(self, work: Any, kind: str, group: ProcessGroup, *sent: Tensor) -> None:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+from collections import Counter, defaultdict
 from unittest import mock
 
 import pytest
@@ -32,7 +33,7 @@ from hf_axonn.goldfish.table import TABLE_SIZE
 from hf_axonn.layers import moe
 from hf_axonn.parallel import batch_check
 from tests.helpers.adapting import adapt
-from tests.helpers.fake_cuda import HostReads, fake_gpu, pretend
+from tests.helpers.fake_cuda import HostReads, current_stream, fake_gpu, pretend, stream
 from tests.helpers.models import tiny_config
 from tests.helpers.operators import Operators
 
@@ -318,6 +319,38 @@ def large_by_gloo(_: str, reads: HostReads) -> None:
     assert not isend.called
 
 
+def streams(kind: str, reads: HostReads) -> None:
+    """A model that is called on a stream of its own: on which its collectives begin and are waited for. Phases of
+    `reads` are pairs of streams here, and the streams of which the allocator is told."""
+    found: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+
+    class Work(collectives._Work):
+        def __init__(self, work, kind, group, *sent):
+            super().__init__(work, kind, group, *sent)
+            self.begun = current_stream()
+
+        def wait(self):
+            found[f"{self.begun} to {current_stream()}"][self._kind, ""] += 1
+            super().wait()
+
+    def record_stream(message, which):
+        found["recorded"][f"on {which.stream_id}", str(message.device)] += 1
+
+    model, _ = parallelize(make_fake(kind), GRID)
+    with (
+        mock.patch.object(collectives, "_Work", Work),
+        mock.patch.object(torch.Tensor, "record_stream", record_stream),
+    ):
+        for _ in range(2):
+            with stream(7), torch.autocast("cuda", torch.bfloat16):
+                loss = model(**batch()).loss
+            with syncing(model):
+                loss.backward()
+            model.zero_grad()
+    reads.found.clear()
+    reads.found.update(found)
+
+
 SITUATIONS = dict(
     first_stage=stage,
     last_stage=stage,
@@ -342,6 +375,7 @@ SITUATIONS = dict(
     nothing_read=nothing_read,
     refused_by_nccl=refused_by_nccl,
     large_by_gloo=large_by_gloo,
+    streams=streams,
     two_devices=two_devices,
 )
 PLACES = {

@@ -40,7 +40,7 @@ SLOW += ["mixtral-accelerate", "mixtral-trainer", "gpt2-trainer", "mixtral-evalu
 SLOW += ["mixtral-first_stage", "gpt2-last_stage", "gemma2-zero_bubble"]
 SLOW += ["mixtral-many_foreign", "qwen3_moe-one_expert", "llama-generate", "qwen3_moe-generate", "mamba-generate"]
 FAULTS = ["llama-host_read", "llama-two_devices", "-one_of_each", "-nothing_read", "-refused_by_nccl"]
-ALSO = ["llama-products", "-large_by_gloo"]
+ALSO = ["llama-products", "llama-streams", "-large_by_gloo"]
 
 
 def named(names: list[str]) -> list:
@@ -170,6 +170,18 @@ def test_gradients_of_weights_are_written_in_float32(quick):
 def test_what_nccl_refuses_is_found(quick):
     """All that is sent in a step of any name above was looked at so."""
     assert quick["-refused_by_nccl"]["problem"] == ""
+
+
+def test_collectives_are_waited_for_on_their_stream(quick):
+    """Autograd works on the stream of the forward pass, here 7. Who waits on another, the default one, says so."""
+    assert quick["llama-streams"]["problem"] == ""
+    found = {
+        pair: {what: number for number, what, _ in lines} for pair, lines in quick["llama-streams"]["found"].items()
+    }
+    assert found.keys() == {"7 to 7", "7 to 0", "0 to 0", "recorded"}
+    assert found["7 to 7"].keys() == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert found["7 to 0"].keys() == found["0 to 0"].keys() == {"all_reduce"}  # averages over data; the agreement
+    assert found["recorded"]["on 0"] >= found["7 to 0"]["all_reduce"] > 0
 
 
 def test_gloo_sends_no_messages_of_a_gpu(quick):

@@ -15,6 +15,7 @@ bools, copies from the device, and copies to it that are not asynchronous.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -123,12 +124,30 @@ def pretend() -> None:
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu")
     torch.cuda.Event = _Event
+    torch.cuda.current_stream = lambda *_: torch.Stream(stream_id=current_stream(), device_index=0, device_type=1)
+    FOR_FAKES.impl("record_stream", lambda *_: None, "Meta")
     for module in (norm_probe, feature_layout):
         module.isolate = _really_isolated
     torch.nn.Module.to = _to
     # Who asks whether two tensors share their memory is told, though there is none.
     torch.UntypedStorage.data_ptr = lambda storage: storage._cdata
     FakeTensor.data_ptr = lambda tensor: (tensor.untyped_storage()._cdata << 40) + tensor.storage_offset()
+
+
+def current_stream() -> int:
+    """The number of the current stream of this thread; 0 is the default one."""
+    return int(ctypes.CDLL(None).fake_cuda_stream())
+
+
+@contextlib.contextmanager
+def stream(number: int) -> Iterator[None]:
+    """The current stream of this thread is this one inside."""
+    before, library = current_stream(), ctypes.CDLL(None)
+    library.set_fake_cuda_stream(ctypes.c_int64(number))
+    try:
+        yield
+    finally:
+        library.set_fake_cuda_stream(ctypes.c_int64(before))
 
 
 class _Event:
@@ -185,6 +204,8 @@ def fake_gpu(grid: Grid, rank: int = 0) -> Iterator[HostReads]:
         dist.destroy_process_group()
         forget_state()
 
+
+FOR_FAKES = torch.library.Library("aten", "IMPL")  # operators that PyTorch's fake tensors lack
 
 # Those that ProcessGroupNCCL translates.
 NCCL_DTYPES = (
