@@ -116,6 +116,15 @@ def _receive_on_demand(stage: Any) -> None:
     stage.backward_one_chunk = backward_and_release
 
 
+class _Messages(list[torch.distributed.Work]):
+    """Messages under way, with what they send and receive, until the wait. A schedule lets go of what it has sent once
+    a backward pass has used it, which may be before it waits."""
+
+    def __init__(self, works: Sequence[torch.distributed.Work], tensors: list[torch.Tensor]) -> None:
+        super().__init__(works)
+        self.tensors = tensors
+
+
 def run_schedule(
     schedule: Any, micro_batches: int, waiting: Callable[[], contextlib.AbstractContextManager]
 ) -> list[torch.Tensor]:
@@ -126,17 +135,22 @@ def run_schedule(
     """
     from torch.distributed.pipelining import schedules
 
-    wait = schedules._wait_batch_p2p
+    begin, wait = schedules._batch_p2p, schedules._wait_batch_p2p
+
+    def begin_and_hold(ops: list[torch.distributed.P2POp], desc: str | None = None) -> _Messages:
+        return _Messages(begin(ops, desc), [op.tensor for op in ops])
 
     def wait_inside(work: list[torch.distributed.Work]) -> None:
         with waiting():
             wait(work)
+        if isinstance(work, _Messages):
+            work.tensors.clear()
 
     losses: list[torch.Tensor] = []
     for stage in schedule.of_grid:
         stage.clear_runtime_states()
         stage.has_backward = True
     calls = [{"micro_batch": number} for number in range(micro_batches)]
-    with replace_attributes({(schedules, "_wait_batch_p2p"): wait_inside}):
+    with replace_attributes({(schedules, "_batch_p2p"): begin_and_hold, (schedules, "_wait_batch_p2p"): wait_inside}):
         schedule._step_microbatches([()] * micro_batches, calls, [None] * micro_batches, losses, return_outputs=False)
     return losses

@@ -106,20 +106,22 @@ def waiting(kind: str, group: ProcessGroup) -> AbstractContextManager:
     return stack
 
 
-def _watch_work(work: Any, kind: str, group: ProcessGroup) -> Any:
-    """Return the work of a collective that was begun, as `Pending` waits for it."""
-    return _WatchedWork(work, kind, group) if _watches else work
+class _Work:
+    """A collective under way, with the tensors that it reads: their memory stays theirs until the wait.
 
+    A backend may read them at any time until then. gloo holds them itself, and NCCL's group does, but the engine does
+    not rely on it. On CUDA a wait makes the current stream wait, which is the one of the launch (docs/gpu.md): what is
+    freed afterwards goes to later work of that stream, so no `record_stream` is due.
+    """
 
-class _WatchedWork:
-    """Work under way, whose wait is watched."""
-
-    def __init__(self, work: Any, kind: str, group: ProcessGroup) -> None:
-        self._work, self._kind, self._group = work, kind, group
+    def __init__(self, work: Any, kind: str, group: ProcessGroup, *sent: Tensor) -> None:
+        self._work, self._kind, self._group, self._sent = work, kind, group, sent
+        self._watched = bool(_watches)
 
     def wait(self) -> None:
-        with waiting(self._kind, self._group):
+        with waiting(self._kind, self._group) if self._watched else _NOTHING:
             self._work.wait()
+        self._sent = ()
 
 
 def _world() -> ProcessGroup:
@@ -159,8 +161,8 @@ def _start_in_one_call(blocks: list[Tensor], group: ProcessGroup) -> list[Pendin
     if backend_of(group, blocks[0].device) != "gloo":
         results = [block.new_empty(group.size(), len(block)) for block in blocks]
         work = _all_gathers(group, [result.view(-1) for result in results], blocks)
-        work = _watch_work(work, "all_gather", group)
-        return [Pending(result, work) for result in results]
+        under_way = _Work(work, "all_gather", group, *blocks)
+        return [Pending(result, under_way) for result in results]
     # Not gloo's own gather of several, see gloo.py.
     joined = _start_all_gather(torch.cat(blocks) if len(blocks) > 1 else blocks[0], group)
     return joined.split([len(block) for block in blocks], dim=1)
@@ -178,8 +180,7 @@ def start_reduce_scatters(every: Sequence[Tensor], group: ProcessGroup) -> Pendi
             _report("reduce_scatter", sum([blocks.nbytes for blocks in every]) // group.size(), group)
         sent = [blocks.reshape(-1) for blocks in every]
         results = [blocks.new_empty(blocks.shape[1:]) for blocks in every]
-        work = _watch_work(_reduce_scatters(group, results, sent), "reduce_scatter", group)
-        return Pending((results, sent), work, lambda both: both[0])
+        return Pending(results, _Work(_reduce_scatters(group, results, sent), "reduce_scatter", group, *sent))
     if all(send_unfused(blocks[0], group) for blocks in every):
         return together([start_reduce_scatter(blocks, group) for blocks in every])
     sizes = [blocks.shape[1] for blocks in every]
@@ -197,11 +198,12 @@ def _start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
     if size == 1:
         return Pending(block.unsqueeze(0))
     result = block.new_empty((size, *block.shape))
-    if block.nbytes >= gloo.LARGE_BYTES and backend_of(group, block.device) == "gloo":
-        return Pending(result, _watch_work(gloo.start_all_gather(block, result, group), "all_gather", group))
+    # gloo moves tensors of a GPU, but not in messages.
+    if block.nbytes >= gloo.LARGE_BYTES and block.device.type == "cpu" and backend_of(group, block.device) == "gloo":
+        return Pending(result, _Work(gloo.start_all_gather(block, result, group), "all_gather", group))
     flat = block.contiguous().view(-1)
     work = _all_gather_single(result.view(-1), flat, group=group, async_op=True)
-    return Pending(result, _watch_work(work, "all_gather", group))
+    return Pending(result, _Work(work, "all_gather", group, flat))
 
 
 def start_reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Pending:
@@ -216,14 +218,11 @@ def start_reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Pending:
         _report("reduce_scatter", blocks.nbytes // group.size(), group)
     if backend_of(group, blocks.device) == "gloo":
         received = torch.empty_like(blocks)
-        work = _watch_work(
-            dist.all_to_all_single(received, blocks, group=group, async_op=True), "reduce_scatter", group
-        )
-        # The closure keeps `blocks` alive until the send is over.
-        return Pending(received, work, lambda received, _sent=blocks: gloo.sum_blocks(received))
+        work = dist.all_to_all_single(received, blocks, group=group, async_op=True)
+        return Pending(received, _Work(work, "reduce_scatter", group, blocks), gloo.sum_blocks)
     result = blocks.new_empty(blocks.shape[1:])
     work = _reduce_scatter_single(result, blocks.flatten(0, 1), group=group, async_op=True)
-    return Pending(result, _watch_work(work, "reduce_scatter", group), lambda result, _sent=blocks: result)
+    return Pending(result, _Work(work, "reduce_scatter", group, blocks))
 
 
 def send_unfused(block: Tensor, group: ProcessGroup) -> bool:
@@ -265,7 +264,7 @@ def start_all_reduce(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> 
     if _observers:
         _report("all_reduce", value.nbytes, group)
     work = dist.all_reduce(value, op=_REDUCE_OPS[op], group=group, async_op=True)
-    return Pending(value, _watch_work(work, "all_reduce", group))
+    return Pending(value, _Work(work, "all_reduce", group))
 
 
 def reduce_(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Tensor:

@@ -187,6 +187,11 @@ class _Bucket:
         if self.pending is None:
             return
         averaged, self.pending = self.pending.wait(), None
+        for message in averaged:
+            if message.is_cuda:
+                # It was made on the stream of backward. At the end of a step another one may wait and read it, that of
+                # whoever calls a model on a stream of its own; on the same one this does nothing.
+                message.record_stream(torch.cuda.current_stream())
         means = [mean for message, sizes in zip(averaged, self.sizes, strict=True) for mean in message.split(sizes)]
         for parameter, mean in zip(self.parameters, means, strict=True):
             if parameter.grad is None:

@@ -37,7 +37,8 @@ def keyed_random(state: ParallelState, axes: tuple[str, ...]) -> Iterator[None]:
     context = state.context
     outer = context.random_seed
     if outer is None:
-        seed = int(torch.randint(2**62, ()))
+        # On the CPU, whatever `torch.set_default_device` says: the host waits for a number of a GPU.
+        seed = int(torch.randint(2**62, (), device="cpu"))
     else:
         seed = mix(outer, context.count_random())
     coordinates = [state.coordinates[axis] for axis in ("data", "z", *axes)]

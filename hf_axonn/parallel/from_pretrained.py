@@ -99,7 +99,9 @@ def from_pretrained(
     _verify(name_or_path)
     device = torch.device(default_device_type())
     if device.type != "cpu":
-        kwargs["device_map"] = {"": torch.get_device_module(device).current_device()}
+        # By its number: the threads that read have a current device of their own, which is the first.
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+        kwargs["device_map"] = {"": device.index}
 
     def distribute(model: nn.Module) -> None:
         parallelize(model, grid, config=config)

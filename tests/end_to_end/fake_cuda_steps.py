@@ -15,19 +15,25 @@ import tempfile
 import threading
 import traceback
 import warnings
+from collections import Counter, defaultdict
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn import Grid, parallelize
 from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed import collectives, gloo
 from hf_axonn.engine.gradient_sync import syncing
+from hf_axonn.goldfish import mask
+from hf_axonn.goldfish.table import TABLE_SIZE
 from hf_axonn.layers import moe
 from hf_axonn.parallel import batch_check
 from tests.helpers.adapting import adapt
-from tests.helpers.fake_cuda import HostReads, fake_gpu, pretend
+from tests.helpers.fake_cuda import HostReads, current_stream, fake_gpu, pretend, stream
 from tests.helpers.models import tiny_config
 from tests.helpers.operators import Operators
 
@@ -43,7 +49,7 @@ SIZES = {
 }
 
 
-def make(kind: str, **changes):
+def make_fake(kind: str, **changes):
     known = AutoConfig.for_model(kind)
     sizes = {name: value for name, value in EXPERTS.items() if hasattr(known, name)} | SIZES.get(kind, {})
     with torch.device("cuda"):
@@ -74,11 +80,11 @@ def train(model, reads: HostReads, fault=lambda: None) -> None:
 
 
 def plain(kind: str, reads: HostReads) -> None:
-    train(parallelize(make(kind), GRID)[0], reads)
+    train(parallelize(make_fake(kind), GRID)[0], reads)
 
 
 def stage(kind: str, reads: HostReads, schedule: str = "1f1b") -> None:
-    model, _ = parallelize(make(kind), PIPED, config=AxonnConfig(grid=PIPED, schedule=schedule))
+    model, _ = parallelize(make_fake(kind), PIPED, config=AxonnConfig(grid=PIPED, schedule=schedule))
     train(model, reads)
 
 
@@ -88,7 +94,7 @@ def zero_bubble(kind: str, reads: HostReads) -> None:
 
 def products(kind: str, reads: HostReads) -> None:
     """Gradients of weights are written in float32, all of them, and no gradient is made wider after its product."""
-    model, _ = parallelize(make(kind), GRID)
+    model, _ = parallelize(make_fake(kind), GRID)
     with torch.autocast("cuda", torch.bfloat16), Operators() as forward:
         loss = model(**batch()).loss
     head = forward.results_of("mm.dtype_out")
@@ -104,7 +110,7 @@ def products(kind: str, reads: HostReads) -> None:
 
 
 def reentrant(kind: str, reads: HostReads, use_reentrant: bool = True) -> None:
-    model, _ = parallelize(make(kind), GRID)
+    model, _ = parallelize(make_fake(kind), GRID)
     model.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
     train(model, reads)
 
@@ -116,17 +122,17 @@ def checkpointed(kind: str, reads: HostReads) -> None:
 def many_foreign(kind: str, reads: HostReads) -> None:
     """So many pairs of other ranks' experts that they are not taken along."""
     with mock.patch.object(moe, "FOREIGN_BYTES", 0):
-        train(parallelize(make(kind), GRID)[0], reads)
+        train(parallelize(make_fake(kind), GRID)[0], reads)
 
 
 def one_expert(kind: str, reads: HostReads) -> None:
     """On each rank of (x, y)."""
     four = {name: 4 for name in ("num_experts", "num_local_experts") if hasattr(AutoConfig.for_model(kind), name)}
-    train(parallelize(make(kind, **four), GRID)[0], reads)
+    train(parallelize(make_fake(kind, **four), GRID)[0], reads)
 
 
 def lora(kind: str, reads: HostReads) -> None:
-    model, _ = parallelize(make(kind), GRID)
+    model, _ = parallelize(make_fake(kind), GRID)
     with torch.device("cuda"):
         model = adapt(model)
     train(model, reads)
@@ -134,7 +140,13 @@ def lora(kind: str, reads: HostReads) -> None:
 
 def dropout(kind: str, reads: HostReads) -> None:
     names = [name for name in AutoConfig.for_model(kind).to_dict() if name.endswith(("dropout", "pdrop"))]
-    train(parallelize(make(kind, **dict.fromkeys(names, 0.1)), GRID)[0], reads)
+    train(parallelize(make_fake(kind, **dict.fromkeys(names, 0.1)), GRID)[0], reads)
+
+
+def default_device(kind: str, reads: HostReads) -> None:
+    """Under `torch.set_default_device("cuda")`, which scripts of others use."""
+    with torch.device("cuda"):
+        dropout(kind, reads)
 
 
 def accelerate(kind: str, reads: HostReads, precision: str = "bf16") -> None:
@@ -143,7 +155,7 @@ def accelerate(kind: str, reads: HostReads, precision: str = "bf16") -> None:
     from hf_axonn import AxonnPlugin
 
     accelerator = Accelerator(parallelism_config=AxonnPlugin(grid=GRID), mixed_precision=precision)
-    model = make(kind)
+    model = make_fake(kind)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     assert accelerator.device.type == "cuda"
     for before in ("first ", ""):
@@ -162,11 +174,11 @@ def fp16(kind: str, reads: HostReads) -> None:
     accelerate(kind, reads, "fp16")
 
 
-def trainer(kind: str, reads: HostReads) -> None:
+def trainer(kind: str, reads: HostReads, goldfish: bool = False) -> None:
     """Four steps of two micro-batches; the last two, between which it logs, are in the phase `steps`."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from hf_axonn import AxonnPlugin
+    from hf_axonn import AxonnPlugin, GoldfishConfig, GoldfishTrainer, MonitorCallback
     from tests.helpers.training import collate, token_data
 
     class Phase(TrainerCallback):
@@ -177,17 +189,25 @@ def trainer(kind: str, reads: HostReads) -> None:
         def on_train_end(self, *_, **__):
             steps.close()
 
+    make, settings = (GoldfishTrainer, GoldfishConfig) if goldfish else (Trainer, TrainingArguments)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as steps:
         options = dict(output_dir=folder, max_steps=4, report_to="none", save_strategy="no", bf16=True)
         options |= dict(disable_tqdm=True, per_device_train_batch_size=ROWS, dataloader_pin_memory=False)
         options |= dict(gradient_accumulation_steps=2, logging_steps=3)
-        arguments = TrainingArguments(parallelism_config=AxonnPlugin(grid=GRID), **options)
+        arguments = settings(parallelism_config=AxonnPlugin(grid=GRID), **options)
         data = dict(train_dataset=token_data(256, seed=0), data_collator=collate)
-        Trainer(model=make(kind), args=arguments, callbacks=[Phase()], **data).train()
+        callbacks = [Phase(), *([MonitorCallback(peak_tflops=989.0)] if goldfish else [])]
+        make(model=make_fake(kind), args=arguments, callbacks=callbacks, **data).train()
+
+
+def goldfish(kind: str, reads: HostReads) -> None:
+    """The same by GoldfishTrainer, and with a Monitor, which measures the waits of a step by events."""
+    with mock.patch.object(mask, "cpu_table", lambda device: torch.rand(TABLE_SIZE, device=device)):
+        trainer(kind, reads, goldfish=True)
 
 
 def evaluate(kind: str, reads: HostReads) -> None:
-    model = parallelize(make(kind), GRID)[0].eval()
+    model = parallelize(make_fake(kind), GRID)[0].eval()
     for before in ("first ", ""):
         with reads.phase(f"{before}forward"), torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
             assert model(**batch()).loss.is_cuda
@@ -195,7 +215,7 @@ def evaluate(kind: str, reads: HostReads) -> None:
 
 def generate(kind: str, reads: HostReads, tokens: int = 5, **options) -> None:
     """Some tokens, the last three in the phase `three tokens`."""
-    model = parallelize(make(kind, use_cache=True), GRID)[0].eval()
+    model = parallelize(make_fake(kind, use_cache=True), GRID)[0].eval()
     prompt = batch()
     del prompt["labels"]
     reads.yes = False
@@ -221,12 +241,12 @@ def sample(kind: str, reads: HostReads) -> None:
 
 def host_read(kind: str, reads: HostReads) -> None:
     number = torch.ones((), device="cuda")
-    train(parallelize(make(kind), GRID)[0], reads, number.item)
+    train(parallelize(make_fake(kind), GRID)[0], reads, number.item)
 
 
 def two_devices(kind: str, reads: HostReads) -> None:
     on_cpu = torch.ones(3, device="cpu")
-    train(parallelize(make(kind), GRID)[0], reads, lambda: torch.ones(3, device="cuda") + on_cpu)
+    train(parallelize(make_fake(kind), GRID)[0], reads, lambda: torch.ones(3, device="cuda") + on_cpu)
 
 
 class _ReadInBackward(torch.autograd.Function):
@@ -277,6 +297,60 @@ def nothing_read(_: str, reads: HostReads) -> None:
         assert on_cpu.sum().item() == 1.0 and torch.ones(3).nonzero() is not None
 
 
+def refused_by_nccl(_: str, reads: HostReads) -> None:
+    """What the `fake` backend takes, and NCCL does not."""
+    group, value = dist.group.WORLD, torch.ones(4, 4, device="cuda")
+    ways = {
+        "tensors of GPUs only": torch.ones(4, device="cpu"),
+        "contiguous tensors only": value.t()[1:],
+        "does not know the dtype": value.to(torch.int16),
+    }
+    for message, wrong in ways.items():
+        with pytest.raises(AssertionError, match=message):
+            collectives.reduce_(wrong, group)
+    assert collectives.reduce_(value, group) is value
+
+
+def large_by_gloo(_: str, reads: HostReads) -> None:
+    """A block that is worth messages of its own on CPUs: gloo sends none of a GPU, but gathers them."""
+    block = torch.ones(gloo.LARGE_BYTES // 4, device="cuda")
+    with mock.patch.object(collectives, "backend_of", lambda *_: "gloo"), mock.patch.object(dist, "isend") as isend:
+        assert collectives.start_all_gather(block, dist.group.WORLD).wait().shape == (GRID.size, len(block))
+    assert not isend.called
+
+
+def streams(kind: str, reads: HostReads) -> None:
+    """A model that is called on a stream of its own: on which its collectives begin and are waited for. Phases of
+    `reads` are pairs of streams here, and the streams of which the allocator is told."""
+    found: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+
+    class Work(collectives._Work):
+        def __init__(self, work, kind, group, *sent):
+            super().__init__(work, kind, group, *sent)
+            self.begun = current_stream()
+
+        def wait(self):
+            found[f"{self.begun} to {current_stream()}"][self._kind, ""] += 1
+            super().wait()
+
+    def record_stream(message, which):
+        found["recorded"][f"on {which.stream_id}", str(message.device)] += 1
+
+    model, _ = parallelize(make_fake(kind), GRID)
+    with (
+        mock.patch.object(collectives, "_Work", Work),
+        mock.patch.object(torch.Tensor, "record_stream", record_stream),
+    ):
+        for _ in range(2):
+            with stream(7), torch.autocast("cuda", torch.bfloat16):
+                loss = model(**batch()).loss
+            with syncing(model):
+                loss.backward()
+            model.zero_grad()
+    reads.found.clear()
+    reads.found.update(found)
+
+
 SITUATIONS = dict(
     first_stage=stage,
     last_stage=stage,
@@ -288,15 +362,20 @@ SITUATIONS = dict(
     one_expert=one_expert,
     lora=lora,
     dropout=dropout,
+    default_device=default_device,
     accelerate=accelerate,
     fp16=fp16,
     trainer=trainer,
+    goldfish=goldfish,
     evaluate=evaluate,
     generate=generate,
     sample=sample,
     host_read=host_read,
     one_of_each=one_of_each,
     nothing_read=nothing_read,
+    refused_by_nccl=refused_by_nccl,
+    large_by_gloo=large_by_gloo,
+    streams=streams,
     two_devices=two_devices,
 )
 PLACES = {

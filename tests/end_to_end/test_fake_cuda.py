@@ -17,7 +17,15 @@ from tests.helpers import fake_cuda
 STEPS = "tests.end_to_end.fake_cuda_steps"
 QUICK = ["llama", "gpt2-dropout", "mixtral", "llama-reentrant", "llama-lora"]
 QUICK += ["llama-first_stage", "mixtral-zero_bubble"]
-QUICK += ["llama-accelerate", "llama-fp16", "llama-trainer", "llama-evaluate", "qwen3_moe-sample"]
+QUICK += [
+    "llama-accelerate",
+    "llama-fp16",
+    "gpt2-default_device",
+    "llama-trainer",
+    "llama-goldfish",
+    "llama-evaluate",
+    "qwen3_moe-sample",
+]
 SLOW = ["gpt2", "starcoder2", "gemma2", "olmo2", "phi3", "mamba", "qwen3_moe", "deepseek_v3"]
 # Of checkpoints the reentrant ones are those that the host reads for, so one of them is quick.
 SLOW += [
@@ -31,8 +39,8 @@ SLOW += [
 SLOW += ["mixtral-accelerate", "mixtral-trainer", "gpt2-trainer", "mixtral-evaluate"]
 SLOW += ["mixtral-first_stage", "gpt2-last_stage", "gemma2-zero_bubble"]
 SLOW += ["mixtral-many_foreign", "qwen3_moe-one_expert", "llama-generate", "qwen3_moe-generate", "mamba-generate"]
-FAULTS = ["llama-host_read", "llama-two_devices", "-one_of_each", "-nothing_read"]
-ALSO = ["llama-products"]
+FAULTS = ["llama-host_read", "llama-two_devices", "-one_of_each", "-nothing_read", "-refused_by_nccl"]
+ALSO = ["llama-products", "llama-streams", "-large_by_gloo"]
 
 
 def named(names: list[str]) -> list:
@@ -64,12 +72,21 @@ BY_TRAINER = {  # in two steps of two micro-batches, of which one is logged, and
     ("item", "transformers/trainer.py"): 9,  # 4: whether a loss is finite; 3: what is logged; 2: operations so far
     ("copy to the device", "transformers/trainer_pt_utils.py"): 2,  # operations so far
 }
+BY_LOGS = {  # of two logs, what GoldfishTrainer and a Monitor add up on the device until then
+    ("item", "hf_axonn/losses/causal_lm.py"): 2,
+    ("item", "hf_axonn/goldfish/trainer.py"): 2,
+    ("item", "hf_axonn/goldfish/recording.py"): 4,
+    ("copy to the device", "hf_axonn/goldfish/recording.py"): 2,
+    ("item", "hf_axonn/monitoring/monitor.py"): 2,
+    ("copy to the device", "hf_axonn/monitoring/monitor.py"): 2,
+}
 BY_GENERATE = {  # after each of three tokens whether all rows have ended and, because z > 1, whether on all ranks
     ("item", "transformers/generation/utils.py"): 6,
     ("copy to the device", "transformers/generation/utils.py"): 3,
 }
 OTHERS = {
     "trainer": ("steps", BY_TRAINER),
+    "goldfish": ("steps", BY_TRAINER | BY_LOGS),
     "generate": ("three tokens", BY_GENERATE),
     "sample": ("three tokens", BY_GENERATE),
 }
@@ -114,7 +131,7 @@ def test_the_host_reads_no_more_than_it_must(result, name):
 
 @pytest.mark.parametrize("name", named(WITH_OTHERS))
 def test_trainer_and_generate_read_what_is_theirs(result, name):
-    """Nothing is read by us, in a step or for a token."""
+    """Nothing is read by us, in a step or for a token; in a log the sums of some steps are."""
     phase, theirs = OTHERS[name.partition("-")[2]]
     found = Counter()
     for number, what, where in result["found"][phase]:
@@ -148,6 +165,27 @@ def test_the_layout_of_heads_is_not_read_back(result):
 
 def test_gradients_of_weights_are_written_in_float32(quick):
     assert quick["llama-products"]["problem"] == ""
+
+
+def test_what_nccl_refuses_is_found(quick):
+    """All that is sent in a step of any name above was looked at so."""
+    assert quick["-refused_by_nccl"]["problem"] == ""
+
+
+def test_collectives_are_waited_for_on_their_stream(quick):
+    """Autograd works on the stream of the forward pass, here 7. Who waits on another, the default one, says so."""
+    assert quick["llama-streams"]["problem"] == ""
+    found = {
+        pair: {what: number for number, what, _ in lines} for pair, lines in quick["llama-streams"]["found"].items()
+    }
+    assert found.keys() == {"7 to 7", "7 to 0", "0 to 0", "recorded"}
+    assert found["7 to 7"].keys() == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert found["7 to 0"].keys() == found["0 to 0"].keys() == {"all_reduce"}  # averages over data; the agreement
+    assert found["recorded"]["on 0"] >= found["7 to 0"]["all_reduce"] > 0
+
+
+def test_gloo_sends_no_messages_of_a_gpu(quick):
+    assert quick["-large_by_gloo"]["problem"] == ""
 
 
 def test_a_tensor_of_the_cpu_is_found(quick):

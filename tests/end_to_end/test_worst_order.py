@@ -1,7 +1,7 @@
 """By the worst order of an asynchronous backend no bit changes, and all ranks issue their collectives in one order.
 
-Whatever is begun ahead is compared with the same run with all overlaps off on plain gloo. What plain gloo hides, and
-this must not, is planted.
+Whatever is begun ahead is compared with the same run with all overlaps off on plain gloo. All buffers under way are
+watched meanwhile (tests/helpers/buffers.py). What plain gloo hides, and this must not, is planted.
 """
 
 from __future__ import annotations
@@ -221,9 +221,9 @@ def by_the_worst_order(cases, folder):
         here = [folder / f"{which} {number}" if full else None for which in ("truth", "ours")]
         with backend(like):
             truth = run(mode, grid, here[0], overlap=False)
-        with backend(like, late=True) as late:
+        with backend(like, tracked=True) as late:
             ours = run(mode, grid, here[1], keep=keep)
-        assert (late.between_stages > 0) == (grid.pipe > 1)
+        assert (late.between_stages > 0) == (grid.pipe > 1) and late.buffers.count > 0
         found.append((differences(truth, ours), late.issued))
     return found
 
@@ -511,7 +511,7 @@ def one_of_each():
         look("gathers in one launch", flat, pending._result[0]._result, lambda: pending.wait()[0])
         both = own.clone()
         pending = collectives.start_reduce_scatters([both, both.clone()], world)
-        look("reductions in one launch", both, pending._result[0][0], lambda: pending.wait()[0])
+        look("reductions in one launch", both, pending._result[0], lambda: pending.wait()[0])
         for name, input_, begin in (
             ("functional all_gather", own.clone(), functional.all_gather_into_tensor),
             ("functional reduce_scatter", own.clone(), functional.reduce_scatter_tensor),

@@ -7,6 +7,7 @@ done before the caller goes on.
 
     with backend("nccl"):                   the engine's code for NCCL, run by gloo as gloo would
     with backend("nccl", late=True) as it:  the same by the worst order; `it.issued` is what this rank issued
+    with backend("nccl", tracked=True):     the same, and a buffer that is reused too early raises (buffers.py)
     problems_of_order([issued of rank 0, issued of rank 1, ...])
 
 It stands in for what hf_axonn/distributed calls, the only place of collectives, for the messages of torch's pipeline
@@ -16,13 +17,13 @@ Accelerate gathers by itself goes past it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import graphlib
 import itertools
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch.distributed.pipelining import schedules
 from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.distributed import collectives, gloo, mesh
 from hf_axonn.engine import gradient_sync
+from tests.helpers.buffers import Buffers, Travels, poison
 
 
 REDUCE_OPS = {
@@ -60,61 +62,65 @@ class Issued:
         return f"{self.op} of {list(self.shape)} {self.dtype}"
 
 
-def poison(tensor: Tensor) -> None:
-    """Overwrite a tensor with what no result is."""
-    with torch.no_grad():
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            tensor.fill_(float("nan"))
-        elif tensor.dtype == torch.bool:
-            tensor.logical_not_()
-        else:
-            tensor.fill_(torch.iinfo(tensor.dtype).max)
+class AsTheyAre:
+    """What a collective reads and fills: the engine's own tensors, as they are when it runs."""
+
+    def __init__(self, sent: Sequence[Tensor], room: Sequence[Tensor]) -> None:
+        self.sent, self.room = sent, room
+        for output in room:
+            poison(output)
+
+    def run(self, function: Callable[[Sequence[Tensor], Sequence[Tensor]], object]) -> None:
+        with torch.no_grad():
+            function(self.sent, self.room)
+
+    def arrive(self) -> None:
+        """Nothing is left to do."""
 
 
 class Held:
     """A collective that was issued and that the backend has not begun. `wait()` runs it.
 
     Args:
-        run: sends, and fills the outputs.
-        outputs: what `run` fills; nobody may write to them before.
+        call: a function of (sent, room) that communicates.
+        travels: what it reads and fills; nobody may write to the latter before.
         what: for messages.
     """
 
-    def __init__(self, run: Callable[[], None], outputs: Sequence[Tensor], what: str) -> None:
-        self._run: Callable[[], None] | None = run
-        self._outputs = outputs
+    def __init__(self, call: Callable[..., object], travels: AsTheyAre | Travels, what: str) -> None:
+        self._call: Callable[..., object] | None = call
+        self._travels = travels
         self._what = what
-        for output in outputs:
-            poison(output)
         self._versions = self._count()
 
     def wait(self, timeout: object = None) -> bool:
-        if self._run is not None:
-            run, self._run = self._run, None
+        if self._call is not None:
+            call, self._call = self._call, None
             assert self._versions == self._count(), (
                 f"an output of {self._what} was written to before it was waited for"
             )
-            with torch.no_grad():
-                run()
+            self._travels.run(call)
         return True
 
     def _count(self) -> list[int]:
-        return [0 if output.is_inference() else output._version for output in self._outputs]
+        return [0 if output.is_inference() else output._version for output in self._travels.room]
 
 
 class HeldMessage:
     """A message between two ranks that has not been begun. `start()` begins it."""
 
-    def __init__(self, begin: Callable[[], dist.Work]) -> None:
-        self._begin = begin
+    def __init__(self, begin: Callable[[Tensor], dist.Work], travels: AsTheyAre | Travels) -> None:
+        self._begin, self._travels = begin, travels
         self._work: dist.Work | None = None
 
     def start(self) -> None:
-        self._work = self._work or self._begin()
+        self._work = self._work or self._begin(*self._travels.sent, *self._travels.room)
 
     def wait(self, timeout: object = None) -> bool:
         self.start()
-        return self._work.wait()
+        self._work.wait()
+        self._travels.arrive()
+        return True
 
 
 class HeldMessages(gloo.Messages):
@@ -133,20 +139,21 @@ class HeldBatch:
     stream by then, but nothing says that it was read before.
     """
 
-    def __init__(self, earlier: list[HeldBatch], begin: Callable[[], list[dist.Work]], arriving: list[Tensor]) -> None:
-        self._begin = begin
+    def __init__(
+        self, earlier: list[HeldBatch], begin: Callable[..., list[dist.Work]], travels: AsTheyAre | Travels
+    ) -> None:
+        self._begin, self._travels = begin, travels
         self._earlier = earlier
         self._works: list[dist.Work] | None = None
         earlier.append(self)
-        for tensor in arriving:
-            poison(tensor)
 
     def wait(self, timeout: object = None) -> bool:
         while self._earlier:
             batch = self._earlier.pop(0)
-            batch._works = batch._begin()
+            batch._works = batch._begin(batch._travels.sent, batch._travels.room)
         for work in self._works:
             work.wait()
+        self._travels.arrive()
         return True
 
 
@@ -156,15 +163,17 @@ class Backend:
     Args:
         like: whose branch the engine takes, nccl or gloo.
         late: whether everything waits for `wait()`; otherwise gloo does as it always does.
+        buffers: what watches the tensors of all that waits, or None.
 
     Attributes:
         issued: what this rank issued, in order.
         between_stages: how many messages of torch's schedules it issued besides; their order differs by stage.
     """
 
-    def __init__(self, like: str, *, late: bool) -> None:
+    def __init__(self, like: str, *, late: bool, buffers: Buffers | None = None) -> None:
         self.like = like
         self.late = late
+        self.buffers = buffers
         self.issued: list[Issued] = []
         self.between_stages = 0
         self._functional: dict[int, Held] = {}
@@ -175,16 +184,29 @@ class Backend:
         who = group.group_name, tuple(dist.get_process_group_ranks(group))
         self.issued.append(Issued(who, op, tuple(shape), str(dtype).removeprefix("torch.")))
 
+    def _travels(self, what: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> AsTheyAre | Travels:
+        if self.buffers is None:
+            return AsTheyAre(inputs, outputs)
+        return self.buffers.begin(what, inputs=inputs, outputs=outputs)
+
+    def _held(self, call: Callable[..., object], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Held:
+        """Hold the collective that was noted last: a function of (sent, room)."""
+        what = str(self.issued[-1])
+        return Held(call, self._travels(what, inputs, outputs), what)
+
     def _out_of_place(self, op: str, original: Callable) -> Callable:
         """An `original(output, input, ..., group=, async_op=)`."""
 
         def issue(output, input_, *sizes, group=None, async_op=False, **options):
             # Ranks send unequal numbers of rows where they say how many.
             self.note(op, group, input_.shape[1:] if sizes else input_.shape, input_.dtype)
-            call = functools.partial(original, output, input_, *sizes, group=group, **options)
             if not (self.late and async_op):
-                return call(async_op=async_op)
-            return Held(call, [output], str(self.issued[-1]))
+                return original(output, input_, *sizes, group=group, async_op=async_op, **options)
+
+            def call(sent, room):
+                original(*room, *sent, *sizes, group=group, **options)
+
+            return self._held(call, [input_], [output])
 
         return issue
 
@@ -194,7 +216,7 @@ class Backend:
         def issue(group, outputs, inputs):
             for input_ in inputs:
                 self.note(op, group, input_.shape, input_.dtype)
-            held = Held(lambda: original(group, outputs, inputs).wait(), outputs, str(self.issued[-1]))
+            held = self._held(lambda sent, room: original(group, room, sent).wait(), inputs, outputs)
             if not self.late:
                 held.wait()  # gloo may not have two of them under way, see hf_axonn/distributed/gloo.py
             return held
@@ -207,11 +229,11 @@ class Backend:
             return dist.all_reduce(value, op=op, group=group, async_op=async_op)
         travels = value.detach().clone(memory_format=torch.contiguous_format)
 
-        def run():
+        def call(_, room):
             dist.all_reduce(travels, op=op, group=group)
-            value.detach().copy_(travels)
+            room[0].detach().copy_(travels)
 
-        return Held(run, [value], str(self.issued[-1]))
+        return self._held(call, [], [value])
 
     def _message(self, op: str, original: Callable, peer: str) -> Callable:
         """An `original(tensor, group=, peer=)`, noted by how far on in the group the other rank is."""
@@ -219,12 +241,11 @@ class Backend:
         def issue(tensor, *, group, **peers):
             away = (peers[peer] - group.rank()) % group.size()
             self.note(f"{op} +{away}", group, tensor.shape, tensor.dtype)
-            call = functools.partial(original, tensor, group=group, **peers)
             if not self.late:
-                return call()
-            if op == "irecv":
-                poison(tensor)
-            return HeldMessage(call)
+                return original(tensor, group=group, **peers)
+            ends = ([], [tensor]) if op == "irecv" else ([tensor], [])
+            begin = functools.partial(original, group=group, **peers)
+            return HeldMessage(begin, self._travels(str(self.issued[-1]), *ends))
 
         return issue
 
@@ -232,8 +253,19 @@ class Backend:
         self.between_stages += len(ops)
         if not (self.late and ops):
             return _batch_p2p(ops, desc)
-        arriving = [op.tensor for op in ops if op.op is dist.irecv]
-        return [HeldBatch(self._batches, functools.partial(_batch_p2p, ops, desc), arriving)]
+        leaving, arriving = ([op.tensor for op in ops if op.op is kind] for kind in (dist.isend, dist.irecv))
+        travels = self._travels(f"a message between stages ({desc})", leaving, arriving)
+        where = [(op.op, op.group, op.tag, op.group_peer) for op in ops]  # and not the tensors
+
+        def begin(sent, room):
+            left = {dist.isend: iter(sent), dist.irecv: iter(room)}
+            again = [
+                dist.P2POp(kind, next(left[kind]), group=group, tag=tag, group_peer=peer)
+                for kind, group, tag, peer in where
+            ]
+            return _batch_p2p(again, desc)
+
+        return [HeldBatch(self._batches, begin, travels)]
 
     def broadcast(self, value, **options):
         source = options.get("src", options.get("group_src", 0))
@@ -253,13 +285,13 @@ class Backend:
         group = _resolve_process_group(group_name)
         self.note(f"functional {op}", group, input_.shape, input_.dtype)
 
-        def run():
-            call(output, input_.contiguous(), group)
+        def run(sent, room):
+            call(room[0], sent[0].contiguous(), group)
 
         if self.late and output.numel():
-            self._functional[output.untyped_storage().data_ptr()] = Held(run, [output], str(self.issued[-1]))
+            self._functional[output.untyped_storage().data_ptr()] = self._held(run, [input_], [output])
         else:
-            run()
+            run([input_], [output])
         return output
 
     def functional_all_reduce(self, value: Tensor, op: str, group_name: str) -> Tensor:
@@ -286,7 +318,7 @@ class Backend:
             held.wait()
         return value
 
-    @contextmanager
+    @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """In the place of what hf_axonn/distributed calls. Sizes from which it takes another way are small here."""
         isend, irecv = self._message("isend", dist.isend, "group_dst"), self._message("irecv", dist.irecv, "group_src")
@@ -349,11 +381,15 @@ def _new(like: Tensor, times: float) -> Tensor:
     return like.new_empty((round(len(like) * times), *like.shape[1:]))
 
 
-@contextmanager
-def backend(like: str, *, late: bool = False) -> Iterator[Backend]:
-    """While inside, this rank's collectives go through a `Backend`. All ranks must come here alike."""
-    found = Backend(like, late=late)
-    with found.installed():
+@contextlib.contextmanager
+def backend(like: str, *, late: bool = False, tracked: bool = False) -> Iterator[Backend]:
+    """While inside, this rank's collectives go through a `Backend`. All ranks must come here alike.
+
+    `tracked`: what waits is late, and a buffer that is reused before raises (tests/helpers/buffers.py).
+    """
+    buffers = Buffers() if tracked else None
+    found = Backend(like, late=late or tracked, buffers=buffers)
+    with found.installed(), buffers or contextlib.nullcontext():
         yield found
 
 

@@ -15,6 +15,7 @@ bools, copies from the device, and copies to it that are not asynchronous.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -111,6 +112,9 @@ def pretend() -> None:
         "is_initialized": True,
         "manual_seed": None,
         "manual_seed_all": None,
+        "max_memory_allocated": 0,
+        "max_memory_reserved": 0,
+        "reset_peak_memory_stats": None,
         "set_device": None,
         "set_rng_state": None,
         "set_rng_state_all": None,
@@ -119,12 +123,48 @@ def pretend() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu")
+    torch.cuda.Event = _Event
+    torch.cuda.current_stream = lambda *_: torch.Stream(stream_id=current_stream(), device_index=0, device_type=1)
+    FOR_FAKES.impl("record_stream", lambda *_: None, "Meta")
     for module in (norm_probe, feature_layout):
         module.isolate = _really_isolated
     torch.nn.Module.to = _to
     # Who asks whether two tensors share their memory is told, though there is none.
     torch.UntypedStorage.data_ptr = lambda storage: storage._cdata
     FakeTensor.data_ptr = lambda tensor: (tensor.untyped_storage()._cdata << 40) + tensor.storage_offset()
+
+
+def current_stream() -> int:
+    """The number of the current stream of this thread; 0 is the default one."""
+    return int(ctypes.CDLL(None).fake_cuda_stream())
+
+
+@contextlib.contextmanager
+def stream(number: int) -> Iterator[None]:
+    """The current stream of this thread is this one inside."""
+    before, library = current_stream(), ctypes.CDLL(None)
+    library.set_fake_cuda_stream(ctypes.c_int64(number))
+    try:
+        yield
+    finally:
+        library.set_fake_cuda_stream(ctypes.c_int64(before))
+
+
+class _Event:
+    """An event of a stream on which nothing takes time."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.recorded = False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.recorded
+
+    def elapsed_time(self, end: _Event) -> float:
+        assert self.recorded and end.recorded
+        return 0.0
 
 
 def _to(module: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
@@ -164,6 +204,14 @@ def fake_gpu(grid: Grid, rank: int = 0) -> Iterator[HostReads]:
         dist.destroy_process_group()
         forget_state()
 
+
+FOR_FAKES = torch.library.Library("aten", "IMPL")  # operators that PyTorch's fake tensors lack
+
+# Those that ProcessGroupNCCL translates.
+NCCL_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+)
 
 ANSWERED = [
     torch.ops.aten._local_scalar_dense.default,
@@ -227,6 +275,8 @@ class HostReads(TorchDispatchMode):
             low, high, *_ = (*args[2:], 0, 0)
             if low == high:  # the kernel takes the range from the tensor
                 self._note("range of histc", args[0])
+        if func.namespace in ("c10d", "_c10d_functional"):
+            check_as_nccl(func, (args, kwargs))
         result = func(*args, **kwargs)
         if func._schema.is_mutable and func.namespace != "c10d":  # other ranks have what this one has
             for tensor in tree_leaves((args, kwargs)):
@@ -279,6 +329,18 @@ class HostReads(TorchDispatchMode):
         if type(real) is Tensor and real.device.type == "cpu" and real.numel() < 10_000:
             with torch.utils._mode_utils.no_dispatch():
                 self._values[fake.untyped_storage()] = real.flatten().tolist()
+
+
+def check_as_nccl(func: torch._ops.OpOverload, values: object) -> None:
+    """Refuse what NCCL refuses and the `fake` backend takes: tensors of the CPU, strided ones, other dtypes."""
+    if func is torch.ops.c10d.barrier.default:
+        return  # its tensor only chooses the backend
+    for tensor in tree_leaves(values):
+        if isinstance(tensor, Tensor):
+            what = f"{func} got {list(tensor.shape)} {tensor.dtype} on {tensor.device} at {innermost_line()}"
+            assert tensor.is_cuda, f"NCCL takes tensors of GPUs only: {what}"
+            assert tensor.is_contiguous(), f"NCCL takes contiguous tensors only: {what}, strides {tensor.stride()}"
+            assert tensor.dtype in NCCL_DTYPES, f"NCCL does not know the dtype: {what}"
 
 
 def innermost_line() -> str:

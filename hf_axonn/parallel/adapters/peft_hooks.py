@@ -137,7 +137,7 @@ def _keep_stage(state: ShardedModel, model: nn.Module) -> Iterator[None]:
         named = type(model).named_modules(model, *args, **kwargs)
         return ((name, module) for name, module in named if not getattr(module, "elsewhere", False))
 
-    seed = int(torch.randint(2**62, ()))
+    seed = int(torch.randint(2**62, (), device="cpu"))
     devices = [mesh.device] if mesh.device.type != "cpu" else []
     vars(model)["named_modules"] = named_modules
     try:

@@ -118,7 +118,7 @@ class Stages:
         """
         if not (self.drops and training):
             return lambda stage, micro_batch: None
-        drawn = int(torch.randint(2**62, ()))
+        drawn = int(torch.randint(2**62, (), device="cpu"))
         return lambda stage, micro_batch: mix(drawn, stage.index, micro_batch)
 
     def stream_dtype(self) -> torch.dtype:
