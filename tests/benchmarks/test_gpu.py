@@ -30,6 +30,7 @@ from tests.benchmarks.gpu.parts import SMOKE_FILE, make_parts, test_files
 from tests.benchmarks.gpu.settings import (
     LOSS_TOLERANCE,
     MODELS,
+    ONE_RANK,
     Machine,
     choose,
     grids,
@@ -560,25 +561,57 @@ def test_waits_of_ours_are_errors_and_those_of_a_library_are_not(monkeypatch):
     assert failure.startswith("LoRA one rank waits at benchmarks/test_gpu.py:") and "warnings.warn" in failure
 
 
-def test_other_bits_with_blocking_launches_fail(monkeypatch):
-    def again(command, env, check):
-        assert env["CUDA_LAUNCH_BLOCKING"] == "1" and "--once" in command and check
+def test_other_bits_with_blocking_launches_fail(monkeypatch, tmp_path):
+    def again(command, env):
+        assert env["CUDA_LAUNCH_BLOCKING"] == "1" and "--once" in command
+        assert json.loads(kept.read_text())["bits"] == {"a": [1.5], "b": [2.5]}  # in case that this one is stopped
         Path(command[-1]).write_text(json.dumps({"bits": {"a": [1.5], "b": [2.0]}}))
+        return mock.Mock(returncode=code)
 
+    kept, code = tmp_path / "result.json", 0
     monkeypatch.setattr(work.subprocess, "run", again)
-    once = work.twice(lambda options: {"bits": {"a": [1.5], "b": [2.5]}, "failures": []})
-    found = once(argparse.Namespace(once=False))
+    both = work.twice(lambda options: {"bits": {"a": (1.5,), "b": (2.5,)}, "failures": []})
+    found = both(argparse.Namespace(once=False, result=kept))
     assert found["other_bits"] == ["b"] and found["failures"] == ["CUDA_LAUNCH_BLOCKING=1 gives other bits: b"]
-    assert "other_bits" not in once(argparse.Namespace(once=True))
+    assert "other_bits" not in both(argparse.Namespace(once=True))
+    code = -9
+    assert both(argparse.Namespace(once=False, result=kept))["failures"] == [
+        "with CUDA_LAUNCH_BLOCKING=1 it ends with -9"
+    ]
 
 
-def test_ranks_that_fail_on_some_grids_do_not_hide_the_others(monkeypatch):
-    answers = [AssertionError("rank 1:\nRuntimeError: gloo"), [{("tiny", "x=2"): {"loss": 1e-3}}]]
-    monkeypatch.setattr("tests.helpers.ranks.run_ranks", mock.Mock(side_effect=answers))
+def test_a_contender_that_fails_at_the_start_hides_none_of_the_others(monkeypatch):
+    answers = [([2.0, 1.0], [2.0, 1.0]), ValueError("no grid"), ([2.0, float("nan")], [])]
+    loops = {"plain": ([2.0, 1.0], [5]), ONE_RANK: ([2.0, 1.5], [6])}
+    monkeypatch.setattr(work, "_fit", mock.Mock(side_effect=answers))
+    monkeypatch.setattr(work, "_loop", lambda name, options: loops[name])
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", mock.Mock())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    found = work.start(argparse.Namespace(once=True))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3" and list(found["losses"])[-2:] == ["plain", ONE_RANK]
+    assert found["failures"][:2] == [
+        "GoldfishTrainer, grid of one: ValueError: no grid",
+        "losses of one rank are 5.0e-01 from stock",
+    ]
+    assert "nan" in found["failures"][2] and found["apart"] == {ONE_RANK: 0.5}
+
+
+def test_a_grid_that_fails_hides_none_of_the_others(monkeypatch):
+    def run(function, world, cases, grids, timeout):
+        if any(grid.x == 2 for grid in grids):
+            raise AssertionError("rank 1:\nTraceback\nRuntimeError: gloo\n\nrank 0 ended with -9 (stopped)")
+        return [
+            {(case.name, str(grid)): {"loss": 1e-3 if grid.z == 2 else 0.0} for case, _ in cases for grid in grids}
+        ]
+
+    monkeypatch.setattr("tests.helpers.ranks.run_ranks", run)
     monkeypatch.setattr("tests.helpers.equality.Case.truth", lambda case: None)
-    found = work.axes(argparse.Namespace(smoke=True, once=True))
-    assert found["errors"] == {"x=2, tiny": {"loss": 1e-3}}
-    assert "RuntimeError: gloo" in found["failures"][1] and found["failures"][-1] == "tiny on x=2: loss 1.00e-03"
+    found = work.axes(argparse.Namespace(smoke=False, once=True))
+    assert len(found["errors"]) == 2 * 3 + 7 + 1
+    wrong = found["failures"]
+    assert sum("RuntimeError: gloo" in line for line in wrong) == 1 + 3 + 1
+    assert "tiny on data=1,z=2,y=1,x=1: loss 1.00e-03" in wrong
 
 
 def test_errors_of_memory_are_those_that_the_sanitizer_names(tmp_path, capsys):

@@ -138,8 +138,9 @@ def _start(found: dict[str, Any], part: dict[str, Any]) -> str:
 
 
 def _same_bits(result: dict[str, Any]) -> str:
-    other = ", ".join(result["other_bits"])
-    return f"With CUDA_LAUNCH_BLOCKING=1: {f'**other bits: {other}**' if other else 'the same bits'}."
+    other = result.get("other_bits")
+    found = "not run" if other is None else f"**other bits: {', '.join(other)}**" if other else "the same bits"
+    return f"With CUDA_LAUNCH_BLOCKING=1: {found}."
 
 
 def _axes(found: dict[str, Any], part: dict[str, Any]) -> str:

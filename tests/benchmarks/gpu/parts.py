@@ -46,7 +46,7 @@ def make_parts(settings: Settings, results: Results) -> list[Part]:
             "Nothing else can work before this does: see `hf-axonn env` for the versions of torch and the driver.",
         ),
         Part(
-            "axes", "Every axis in float64", 150, jobs.axes,
+            "axes", "Every axis in float64", 180, jobs.axes,
             "The line names grid, model and tensor. `HF_AXONN_TEST_DEVICE=cuda python -m pytest -x "
             "tests/end_to_end/test_equivalence.py` has more. Other bits with `CUDA_LAUNCH_BLOCKING=1`: a race.",
         ),
@@ -135,7 +135,7 @@ class _Jobs:
 
     def axes(self) -> Iterator[Job]:
         """Grids against one process."""
-        yield self._single("grids", "axes", limit=150)
+        yield self._single("grids", "axes", limit=180)
         if self.settings.machine.count == 1:
             yield Job("pipe", (), left_out=NO_PIPE)
 
@@ -166,7 +166,7 @@ class _Jobs:
         """Each kind of attention."""
         model = "tiny" if self.settings.smoke else "four layers"
         for attention in NAMES:
-            job = self._single(attention, "packing", "--attention", attention, "--model", model, limit=60)
+            job = self._single(attention, "packing", "--attention", attention, "--model", model, limit=90)
             if attention == "varlen" and self.settings.machine.kind == "cpu":
                 job = Job(attention, (), left_out="torch's varlen attention has kernels for GPUs only")
             if attention == "flex" and not (self.settings.machine.compiler or self.settings.smoke):
