@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from tests.benchmarks.gpu import __main__ as command
 from tests.benchmarks.gpu import figures, jobs, packing, train, work
-from tests.benchmarks.gpu.jobs import DONE, FAILED, LEFT_OUT, RESULT, STOPPED, WAITING, Job, Outcome, Part, Results
+from tests.benchmarks.gpu.jobs import DONE, FAILED, LEFT_OUT, OPEN, RESULT, STOPPED, Job, Outcome, Part, Results
 from tests.benchmarks.gpu.page import PRINTED, SECTIONS, clip, page, record, section
 from tests.benchmarks.gpu.parts import SMOKE_FILE, make_parts, test_files
 from tests.benchmarks.gpu.settings import (
@@ -55,7 +55,7 @@ def gpus(count: int, gib: float = 80, *, name: str = "NVIDIA H100 80GB HBM3", co
 
 def parts_of(machine: Machine, folder: Path, size: str = "full") -> dict[str, list[Job]]:
     settings = choose(size, machine)
-    return {part.name: list(part.jobs()) for part in make_parts(settings, Results(folder, settings))}
+    return {part.name: list(part.jobs()) for part in make_parts(settings)}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def work_model(shape: dict[str, int], sequence: int) -> torch.nn.Module:
 def test_limits_are_those_that_the_document_says(tmp_path):
     """On one GPU half an hour holds all, and each part fits into a call."""
     settings = choose("full", gpus(1))
-    parts = make_parts(settings, Results(tmp_path, settings))
+    parts = make_parts(settings)
     limits = [part.limit for part in parts if part.name not in ("grids", "overlap")]
     assert max(part.limit for part in parts) < 540 and sum(limits) < 1800
     text = (ROOT / "docs" / "gpu.md").read_text()
@@ -197,16 +197,16 @@ WRITES = "open(sys.argv[1], 'w').write(json.dumps({'runs': len(open('count', 'a'
 
 def test_a_job_that_is_done_is_not_run_again(results):
     job = Job("it's / done", python(WRITES), 60)
-    assert results.look("part", job).state == WAITING
+    assert results.look("part", job).state == OPEN
     first = results.run_job("part", job, 60)
     assert (first.state, first.result) == (DONE, {"runs": 1})
     assert results.run_job("part", job, 60) == first == results.look("part", job)
     assert (results.place("part", job) / "count").read_text() == "x"
     # Another command, or another machine, is another job.
     changed = Job(job.name, (*job.command, "more"), 60)
-    assert results.look("part", changed).state == WAITING
+    assert results.look("part", changed).state == OPEN
     elsewhere = Results(results.folder, choose("full", gpus(2, name="NVIDIA A100")))
-    assert elsewhere.look("part", job).state == WAITING
+    assert elsewhere.look("part", job).state == OPEN
 
 
 def keep(results: Results, **outcomes: list[Outcome]) -> dict:
@@ -224,14 +224,14 @@ def test_what_came_back_is_all_that_is_needed_to_go_on(results, tmp_path):
     shutil.copytree(results.folder, elsewhere, ignore=shutil.ignore_patterns("work"))
     assert sorted(path.name for path in elsewhere.iterdir()) == ["gpu.json", "gpu.md", "logs.tar.gz"]
     again = Results(elsewhere, results.settings)
-    assert again.look("part", job) == first and again.look("part", other).state == WAITING
+    assert again.look("part", job) == first and again.look("part", other).state == OPEN
     keep(again, part=[first, again.run_job("part", other, 60)])
     with tarfile.open(elsewhere / "logs.tar.gz") as logs:
         assert logs.getnames() == ["part/done/log", "part/other/log"]  # also of what ran before
         assert logs.extractfile("part/done/log").read() == b"of the first\n"
     for name in ("gpu.json", "logs.tar.gz"):  # killed while writing: it begins anew, and does not fail
         (elsewhere / name).write_bytes((elsewhere / name).read_bytes()[:40])
-        assert Results(elsewhere, results.settings).look("part", job).state in (WAITING, DONE)
+        assert Results(elsewhere, results.settings).look("part", job).state in (OPEN, DONE)
 
 
 def test_what_comes_back_is_few_and_small(results, tmp_path):
@@ -271,15 +271,6 @@ def test_a_file_with_a_test_that_failed_is_run_again_and_shown(results):
     assert (outcome.state, outcome.told, outcome.result["failed"]) == (FAILED, "a.py::test", 1)
 
 
-def test_tests_that_were_stopped_come_last(tmp_path):
-    settings = choose("full", gpus(1))
-    results = Results(tmp_path, settings)
-    equality = next(part for part in make_parts(settings, results) if part.name == "equality")
-    first, *others = equality.jobs()
-    results._known["equality", first.name] = Outcome(first.name, STOPPED, identity=results._identity(first))
-    assert list(equality.jobs()) == [*others, first]
-
-
 def test_the_first_errors_stand_before_a_launchers_summary():
     log = ["[rank1]: torch.OutOfMemoryError: CUDA out of memory", "x.y.ChildFailedError: ", *map(str, range(40))]
     last = jobs.last_lines("\n".join(log))
@@ -300,9 +291,9 @@ def test_a_job_is_stopped_at_its_limit_and_a_part_at_its(results):
     sleeping, next_ = Job("sleeps", python(orphan), 3), Job("next", python(WRITES), 60)
     part = Part("part", "", 4.0, lambda: iter([sleeping, next_, Job("gone", (), left_out="because")]), "")
     outcomes = list(results.run(part))
-    assert [outcome.state for outcome in outcomes] == [STOPPED, WAITING, LEFT_OUT]
-    assert outcomes[0].told.endswith("stopped after its 3 seconds") and "part or of the call was" in outcomes[1].told
-    assert [outcome.state for outcome in results.look_at(part)] == [STOPPED, WAITING, LEFT_OUT]
+    assert [outcome.state for outcome in outcomes] == [STOPPED, OPEN, LEFT_OUT]
+    assert outcomes[0].told.endswith("stopped after 3 seconds") and "part or of the call was" in outcomes[1].told
+    assert [outcome.state for outcome in results.look_at(part)] == [STOPPED, OPEN, LEFT_OUT]
     pid = int((results.place("part", sleeping) / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -311,8 +302,10 @@ def test_a_call_ends_in_time_and_jobs_that_still_fit_are_begun(results):
     long, short = Job("long", python("time.sleep(300)"), 600), Job("short", python(WRITES), 9)
     part = Part("part", "", 600.0, lambda: iter([long, short]), "")
     first, second = results.run(part, time.monotonic() + 20)
-    assert (first.name, first.state) == ("long", WAITING) and "of the call was over" in first.told
+    assert (first.name, first.state) == ("long", OPEN) and "of the call was over" in first.told
     assert (second.name, second.state) == ("short", DONE)
+    (cut,) = results.run(Part("part", "", 4.0, lambda: iter([Job("cut", python("time.sleep(300)"), 9)]), ""))
+    assert cut.state == OPEN and re.search(r"stopped after 4 seconds of 9: the time", cut.told)  # no fault of its own
 
 
 def test_jobs_of_a_part_can_run_at_a_time(results):
@@ -346,7 +339,7 @@ def example(settings, **changed: list[Outcome]) -> dict[str, list[Outcome]]:
     machine = json.loads((ROOT / "hf_axonn/planner/machines/dgx-h100.json").read_text())
     measured = dict(gemm_by_size={"4096": 1.0}, kernel_us=5.0, overlap=0.5, relative_cost={"all_reduce": 1.0})
     sources = machine["sources"] | dict.fromkeys(measured, "made up")
-    outcomes = {part.name: [] for part in make_parts(settings, Results(Path("nowhere"), settings))}
+    outcomes = {part.name: [] for part in make_parts(settings)}
     outcomes["links"] = [Outcome("bench-links", DONE, machine | measured | {"sources": sources}, 60.0, "abc1234")]
     outcomes["lora"] = [trained("LoRA plain", 1.0, 9.0, 8.0), trained("LoRA one rank", 0.5, 9.0, 8.1)]
     outcomes["training"] = [trained("FSDP2", 1.0, 2.0, 1.9), trained("one rank", 1.0, 2.0, 1.9)]
@@ -358,7 +351,7 @@ def example(settings, **changed: list[Outcome]) -> dict[str, list[Outcome]]:
 def made(**changed: list[Outcome]) -> tuple[dict, str]:
     settings = choose("full", gpus(8))
     outcomes = example(settings, **changed)
-    found = record(settings, make_parts(settings, Results(Path("nowhere"), settings)), outcomes)
+    found = record(settings, make_parts(settings), outcomes)
     found = json.loads(json.dumps(found))  # the page is made of what the file has
     assert all(len(section(found, name)) <= PRINTED for name in SECTIONS)
     return found, page(found)
@@ -398,9 +391,9 @@ def test_the_page_says_what_failed_and_what_to_do():
     left_out = Outcome("data=8", LEFT_OUT, told="does not fit")
     counts = dict(passed=3, failed=1, skipped=2, failures=["a.py::test"])
     tests = Outcome("a.py", FAILED, counts, 9.0, "abc1234", "a.py::test")
-    _, text = made(grids=[failed, left_out, Outcome("z=8", WAITING)], equality=[tests], links=[])
+    _, text = made(grids=[failed, left_out, Outcome("z=8", OPEN)], equality=[tests], links=[])
     assert "x=8: failed after 12 s\n\n```text\nRuntimeError: NCCL\nended with code 1\n```" in text
-    assert "The log names the rank" in text and "Not begun, run again to go on: z=8." in text
+    assert "The log names the rank" in text and "Open, run again to go on: z=8." in text
     assert "- data=8: does not fit" in text and "- a.py::test" in text and "| all | 3 | 1 | 2 |" in text
 
 
@@ -438,7 +431,7 @@ def test_the_page_shows_bits_errors_waits_and_leaks():
 
 
 def test_the_exit_code_says_what_is_left_to_do():
-    done, failed, open_ = (Outcome("a", state) for state in (DONE, FAILED, WAITING))
+    done, failed, open_ = (Outcome("a", state) for state in (DONE, FAILED, OPEN))
     assert command.exit_code([done, Outcome("b", LEFT_OUT)], losses_agree=True) == 0
     assert command.exit_code([done, failed, open_], losses_agree=True) == 1
     assert command.exit_code([Outcome("a", STOPPED)], losses_agree=True) == 1
@@ -459,8 +452,8 @@ CPU = Machine("cpu", 0, "CPU", 16 * GIB, True, "", {})
 def test_calls_go_on_from_what_comes_back(environment, monkeypatch, tmp_path, capsys):
     """A call of limited time, then one on another machine, which has only what the first left in OUT."""
 
-    def parts(settings, results):
-        names = [part.name for part in make_parts(settings, results)]
+    def parts(settings):
+        names = [part.name for part in make_parts(settings)]
         some = {"start": [Job("quick", python(WRITES), 9)], "training": [Job("slow", python(WRITES), 600)]}
         return [Part(name, name, 600.0, lambda name=name: iter(some.get(name, [])), "") for name in names]
 
@@ -470,7 +463,7 @@ def test_calls_go_on_from_what_comes_back(environment, monkeypatch, tmp_path, ca
     given = ["--size", "smoke", "--folder"]
     assert command.main([*given, str(tmp_path / "here"), "--minutes", "0.5"]) == 3
     printed = capsys.readouterr().out
-    assert "start, quick: done" in printed and "training, slow: not begun" in printed
+    assert "start, quick: done" in printed and "training, slow: open" in printed
     assert f"To go on: python -m tests.benchmarks.gpu --size smoke --folder {tmp_path}/here --minutes 0.5" in printed
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["smoke-CPU"]
     shutil.move(tmp_path / "out", tmp_path / "there")
@@ -481,6 +474,24 @@ def test_calls_go_on_from_what_comes_back(environment, monkeypatch, tmp_path, ca
         parts = json.loads((folder / "smoke-CPU" / "gpu.json").read_text())["parts"]
         assert [job["state"] for part in parts for job in part["jobs"]] == [DONE, DONE]
     assert not torch.cuda.is_initialized()  # by this process, whose jobs need all of the memory
+
+
+def test_what_failed_in_an_earlier_call_comes_after_all_that_is_open(environment, monkeypatch, tmp_path, capsys):
+    def parts(settings):
+        some = {"start": [("bad", "1/0"), ("good", WRITES)], "lora": [("late", WRITES)]}
+        jobs = {name: [Job(title, python(code), 9) for title, code in each] for name, each in some.items()}
+        return [Part(p.name, "", 60.0, lambda p=p: iter(jobs.get(p.name, [])), "") for p in make_parts(settings)]
+
+    monkeypatch.setattr(command, "find_machine", lambda: CPU)
+    monkeypatch.setattr(command, "make_parts", parts)
+    monkeypatch.delenv("OUT", raising=False)
+    given = ["--size", "smoke", "--folder", str(tmp_path)]
+    orders = []
+    for arguments in (["--parts", "start"], []):
+        assert command.main([*given, *arguments]) == 1
+        orders.append(re.findall(r"^\w+, (\w+): (\w+)", capsys.readouterr().out, re.MULTILINE))
+    assert orders[0] == [("bad", "failed"), ("good", "done")]
+    assert orders[1] == [("good", "done"), ("late", "done"), ("bad", "failed")]
 
 
 def test_without_a_gpu_it_says_so_in_one_line(environment, monkeypatch, capsys):
@@ -521,6 +532,8 @@ def test_a_rank_of_a_gpu_uses_torchs_backend_for_it(monkeypatch):
     device = train.start()
     calls.set_device_index.assert_called_with(0)
     calls.init.assert_called_with("nccl", device_id=device, store=mock.ANY, rank=0, world_size=1)
+    assert train.start("gloo") == device
+    calls.init.assert_called_with("gloo", device_id=None, store=mock.ANY, rank=0, world_size=1)
     train.synchronize(device)
     train.forget_peak(device)
     assert train.peak_bytes(device) is calls.max_memory_allocated.return_value
@@ -681,7 +694,7 @@ def test_a_part_runs_and_is_done(environment, tmp_path, monkeypatch, capsys):
         pages.append((tmp_path / "smoke-CPU" / "gpu.json").read_text())
     assert pages[0] == pages[1]  # with the seconds of the first run: there was no second
     parts = {part["name"]: part["jobs"][0] for part in json.loads(pages[0])["parts"]}
-    assert parts["tuning"]["result"]["shapes"] > 9 and parts["links"]["state"] == WAITING
+    assert parts["tuning"]["result"]["shapes"] > 9 and parts["links"]["state"] == OPEN
     text = (tmp_path / "smoke-CPU" / "gpu.md").read_text()
     assert "these are no figures" in text and "| SmolLM2-135M | bfloat16 | 1, 1 | dinput |" in text
 

@@ -23,7 +23,8 @@ from tests.helpers.launching import run
 
 
 RESULT = "RESULT"  # in a command: the file that it writes
-DONE, FAILED, STOPPED, WAITING, LEFT_OUT = "done", "failed", "stopped", "not begun", "left out"
+DONE, FAILED, STOPPED, OPEN, LEFT_OUT = "done", "failed", "stopped", "open", "left out"
+OVER = "the time of the part or of the call was over"
 LAST_LINES, LINE = 15, 300
 ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception)\b:.*)$", re.MULTILINE)
 RECORD, PAGE, LOGS = "gpu.json", "gpu.md", "logs.tar.gz"
@@ -111,7 +112,7 @@ class Results:
         if job.left_out:
             return Outcome(job.name, LEFT_OUT, told=job.left_out)
         known = self._known.get((part, job.name))
-        return known if known and known.identity == self._identity(job) else Outcome(job.name, WAITING)
+        return known if known and known.identity == self._identity(job) else Outcome(job.name, OPEN)
 
     def run_job(self, part: str, job: Job, seconds: float) -> Outcome:
         """Run a job for so many seconds at most, unless it is done; how it stands then."""
@@ -130,8 +131,9 @@ class Results:
             failures = found.get("failures")
             state, last = (FAILED, failures[:50]) if failures else (DONE, [])
         elif took >= limit:
-            cut = "" if limit == job.limit else f" of {job.limit:.0f}, as the time of the part or of the call was over"
-            state, last = STOPPED, [*last, f"stopped after its {limit:.0f} seconds{cut}"]
+            cut = limit < job.limit
+            state, why = (OPEN, f" of {job.limit:.0f}: {OVER}") if cut else (STOPPED, "")
+            last = [*last, f"stopped after {limit:.0f} seconds{why}"]
         else:
             state, last = FAILED, [*last, f"ended with code {ended.code}"]
         told = "\n".join(line[:LINE] for line in last)
@@ -152,8 +154,7 @@ class Results:
             # One that would surely be cut off would be for nothing.
             if before.state in (DONE, LEFT_OUT) or left >= job.limit / self.settings.patience / 3:
                 return self.run_job(part.name, job, left)
-            why = "the time of the part or of the call was over"
-            return before if before.state != WAITING else replace(before, told=why)
+            return replace(before, told=OVER) if before.state == OPEN else before
 
         if part.together == 1:
             yield from map(begin, part.jobs())

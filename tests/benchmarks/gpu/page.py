@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from tests.benchmarks.gpu.figures import agree, best, published, training
-from tests.benchmarks.gpu.jobs import DONE, FAILED, LEFT_OUT, STOPPED, WAITING, Outcome, Part
+from tests.benchmarks.gpu.jobs import DONE, FAILED, LEFT_OUT, OPEN, STOPPED, Outcome, Part
 from tests.benchmarks.gpu.settings import COUNTED, LOSS_TOLERANCE, MODELS, STEPS, Settings, parameters
 
 
 GIB = 2**30
-STATES = (DONE, FAILED, STOPPED, WAITING, LEFT_OUT)
+STATES = (DONE, FAILED, STOPPED, OPEN, LEFT_OUT)
 PRINTED = 5_000  # characters of what is printed of a part: who sees the last 12,000 of a call sees two parts, or more
 
 
@@ -109,14 +109,14 @@ def overview(found: dict[str, Any]) -> str:
 
 def _troubles(part: dict[str, Any]) -> str:
     wrong = [job for job in part["jobs"] if job["state"] in (FAILED, STOPPED)]
-    waiting = [job["name"] for job in part["jobs"] if job["state"] == WAITING]
-    lines = [f"## What failed or is not begun: {part['name']}"]
+    waiting = [job["name"] for job in part["jobs"] if job["state"] == OPEN]
+    lines = [f"## What failed or is open: {part['name']}"]
     if wrong:
         lines += ["", part["remedy"]]
     for job in wrong:
         lines += ["", f"{job['name']}: {job['state']} after {job['seconds']:.0f} s", "", "```text", job["told"], "```"]
     if waiting:
-        lines += ["", f"Not begun, run again to go on: {', '.join(waiting)}."]
+        lines += ["", f"Open, run again to go on: {', '.join(waiting)}."]
     return "\n".join(lines) if wrong or waiting else ""
 
 

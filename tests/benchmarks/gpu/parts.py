@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.benchmarks.gpu.jobs import RESULT, STOPPED, Job, Part, Results
+from tests.benchmarks.gpu.jobs import RESULT, Job, Part
 from tests.benchmarks.gpu.packing import NAMES
 from tests.benchmarks.gpu.settings import (
     MODELS,
@@ -37,9 +37,9 @@ NO_COMPILER = "torch.compile finds no compiler here (Triton, and a C compiler)"
 NO_PIPE = "gloo, which moves tensors between ranks that share a GPU, sends no CUDA tensors from rank to rank"
 
 
-def make_parts(settings: Settings, results: Results) -> list[Part]:
+def make_parts(settings: Settings) -> list[Part]:
     """All parts. Each is below 10 minutes, and what one GPU runs below 30 together."""
-    jobs = _Jobs(settings, results)
+    jobs = _Jobs(settings)
     parts = [
         Part(
             "start", "One rank, in bfloat16", 90, jobs.start,
@@ -121,8 +121,8 @@ def test_files() -> tuple[list[str], list[str]]:
 class _Jobs:
     """The jobs of each part on a machine."""
 
-    def __init__(self, settings: Settings, results: Results) -> None:
-        self.settings, self.results = settings, results
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.shape = MODELS[settings.model][0]
 
     def _single(self, name: str, what: str, *arguments: str, limit: float) -> Job:
@@ -200,12 +200,11 @@ class _Jobs:
     def equality(self) -> Iterator[Job]:
         """The files of tests that ask for the fixture `device`."""
         files, gpu = ([SMOKE_FILE], []) if self.settings.smoke else test_files()
-        work = [self._single(file.removeprefix("tests/"), "equality", "--file", file, limit=300) for file in files]
+        for file in files:
+            yield self._single(file.removeprefix("tests/"), "equality", "--file", file, limit=300)
         for file in gpu:
             name = f"{file.removeprefix('tests/')}, marked gpu"
-            work.append(self._single(name, "equality", "--file", file, "--gpu", limit=120))
-        # One that was stopped may hang: those after it come first.
-        yield from sorted(work, key=lambda job: self.results.look("equality", job).state == STOPPED)
+            yield self._single(name, "equality", "--file", file, "--gpu", limit=120)
 
     def tuning(self) -> Iterator[Job]:
         """Operand layouts of a layer's products."""

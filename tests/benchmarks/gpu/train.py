@@ -171,8 +171,8 @@ def peak_bytes(device: torch.device) -> int:
     return ranks._peak_bytes() if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
 
 
-def start() -> torch.device:
-    """Initialize torch.distributed, with torch's own backend for this rank's device; returns the device.
+def start(backend: str | None = None) -> torch.device:
+    """Initialize torch.distributed, by default with torch's own backend for this rank's device; returns the device.
 
     Without a launcher this process is the only rank.
     """
@@ -184,8 +184,9 @@ def start() -> torch.device:
     else:
         torch.accelerator.set_device_index(rank)
     alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, device_id=None if kind is None else device, **alone)
+    own = dist.get_default_backend_for_device(device)
+    bound = None if backend or kind is None else device
+    dist.init_process_group(backend or own, device_id=bound, **alone)
     return device
 
 
@@ -228,9 +229,10 @@ def main() -> None:
     """Measure one contender; rank 0 writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contender", required=True, help="a name of peers/contenders.py, or `one rank`")
+    parser.add_argument("--gloo", action="store_true", help="in the place of torch's own backend for the device")
     add_options(parser)
     options = parser.parse_args()
-    found = measure(options, start())
+    found = measure(options, start("gloo" if options.gloo else None))
     if dist.get_rank() == 0:
         options.result.write_text(json.dumps(found))
     dist.barrier()
