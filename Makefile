@@ -59,7 +59,7 @@ test-gpu: $(STAMPS)/dev
 test-versions: $(STAMPS)/dev
 	$(BIN)/python -m tests.versions.environments $(addprefix --pip=,$(PIP_ARGS)) $(ARGS)
 
-# Goes on where it stopped. ARGS="--parts links,grids" runs some of the parts, ARGS="--size smoke" all of them, tiny.
+# Goes on where it stopped. ARGS="--minutes 9" ends in time, "--parts lora" runs some parts, "--size smoke" all, tiny.
 gpu: $(STAMPS)/dev
 	$(BIN)/python -m tests.benchmarks.gpu $(ARGS)
 

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -65,6 +66,7 @@ def run(folder: Path, *command: object, timeout: float = 240, linger: float = 0)
             cwd=folder,
             stdout=file,
             stderr=subprocess.STDOUT,
+            process_group=0,  # not a session of its own: who kills this process's session ends it too
         )
 
     def wait(seconds: float) -> None:
@@ -74,9 +76,10 @@ def run(folder: Path, *command: object, timeout: float = 240, linger: float = 0)
     try:
         left = _left(process.pid, process.poll, wait, timeout, linger)
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return Ended(process.returncode, log.read_text(), left)
+    return Ended(process.returncode, log.read_text(errors="replace"), left)
 
 
 def forked(folder: Path, grid: Grid | None, *command: object, timeout: float = 240, linger: float = 0) -> Ended:

@@ -15,20 +15,34 @@ from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import Machine, load_machine, machine_from_mapping
 from hf_axonn.planner.predict import predict
 from tests.benchmarks.gpu.jobs import DONE, Outcome
-from tests.benchmarks.gpu.settings import LLAMA_8B, LLAMA_70B, ONE_RANK, Settings, llama
+from tests.benchmarks.gpu.settings import (
+    LLAMA_8B,
+    LLAMA_70B,
+    LOSS_TOLERANCE,
+    MODELS,
+    ONE_RANK,
+    Settings,
+    largest_ratio,
+    llama,
+    parameters,
+)
+from tests.benchmarks.gpu.train import LORA
 from tests.benchmarks.peers.contenders import PEERS, parse_grid
 
 
-# The largest relative difference of a loss from that of the first contender: bfloat16 has 8 bits, and ten steps make
-# such differences grow. A wrong gradient shows as more.
-LOSS_TOLERANCE = 2e-2
 # A part of what torch calls a GPU -> the planner's machine that has it; the first that fits counts.
 ADVERTISED = {
     "GH200": "alps", "H200": "dgx-h200", "H100": "dgx-h100", "B200": "b200-nvl72", "A100": "perlmutter",
     "MI250X": "frontier",
 }  # fmt: skip
 SLOWER = ("PCIe", "NVL", "MIG")  # cards of the same name with other rates
+TRAINED = ("training", "lora", "grids", "overlap")  # the parts of contenders that train
 PUBLISHED: tuple[dict[str, Any], ...] = (
+    {
+        "what": "LoRA, Llama 3 8B, bf16, Transformer Engine and Triton kernels, 16 micro-batches of 2 rows a step",
+        "gpus": "1 H100", "tokens": 12473, "shape": LLAMA_8B, "sequence": 4096, "lora": True,
+        "source": "NeMo AutoModel, docs/performance-summary.mdx of 2026-06-12",
+    },
     {
         "what": "FSDP2 and torch.compile, Llama 3.1 8B, bf16, selective checkpointing, 2 rows a GPU",
         "gpus": "8 H100", "tokens": 6667, "shape": LLAMA_8B, "sequence": 8192,
@@ -84,62 +98,53 @@ def job(settings: Settings, machine: Machine, **switches: bool) -> Job:
     )
 
 
-def flops_per_token(shape: dict[str, int], sequence: int) -> float:
-    """Model FLOPs of one token in training."""
+def flops_per_token(shape: dict[str, int], sequence: int, *, lora: bool = False) -> float:
+    """Model FLOPs of one token in training; under LoRA without gradients of weights, and without the adapters."""
     config = llama(shape, sequence).to_dict()
     # The machine does not matter to what a model asks for.
     work = Job(shape=shape_from_config(config), machine=load_machine("dgx-h100"), sequences=1, seq=sequence)
-    return work.model_flops() / work.tokens
+    gradients = 2 * (parameters(shape) - shape["vocab_size"] * shape["hidden_size"])
+    return work.model_flops() / work.tokens - (gradients if lora else 0)
 
 
 def training(settings: Settings, outcomes: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
     """A line for each contender that trained, in the order of the parts."""
     links = next((each.result for each in outcomes["links"] if each.result), None)
     machine = machine_from_mapping(links) if links else None
-    per_token = flops_per_token_of(settings)
     peak = advertised_peak(settings.machine.name)
     lines: list[dict[str, Any]] = []
-    for part in ("peers", "grids", "overlap"):
+    for part in TRAINED:
         for outcome in outcomes[part]:
             result = outcome.result
             if outcome.state != DONE or result is None or "losses" not in result:
                 continue
+            lora = result["contender"].startswith(LORA)
+            first = next((line for line in lines if (line["part"] == "lora") == lora), result)
+            per_token = flops_per_token(MODELS[result["model"]][0], result["sequence"], lora=lora)
             speed = result["tokens"] / result["seconds"] / result["world"]
+            keys = ("contender", "model", "without", "world", "backend", "seconds", "peak_bytes", "losses")
             line = {
                 "part": part,
                 "name": outcome.name,
-                **{key: result[key] for key in ("contender", "without", "world", "backend", "seconds", "peak_bytes")},
+                **{key: result[key] for key in keys},
                 "tokens_per_second_per_gpu": speed,
                 "model_tflops": speed * per_token / 1e12,
                 "mfu": speed * per_token / peak if peak else None,
                 "of_gemm": speed * per_token / machine.gemm_flops if machine else None,
-                "loss_difference": _apart(result["losses"], lines[0]["losses"] if lines else result["losses"]),
-                "losses": result["losses"],
+                "loss_difference": largest_ratio(result["losses"], first["losses"]),
             }
             lines.append(line | _predicted(settings, machine, part, result))
     return lines
 
 
-def flops_per_token_of(settings: Settings) -> float:
-    """Model FLOPs of one token of what contenders train."""
-    work = job(settings, load_machine("dgx-h100"))
-    return work.model_flops() / work.tokens
-
-
 def _predicted(settings: Settings, machine: Machine | None, part: str, result: dict[str, Any]) -> dict[str, Any]:
     """Seconds and bytes that the planner says of a grid, and of our layers on one rank; nothing of others."""
-    if machine is None or (part == "peers" and result["contender"] != ONE_RANK):
+    if machine is None or part == "lora" or (part == "training" and result["contender"] != ONE_RANK):
         return {"predicted_seconds": None, "predicted_bytes": None}
     work = job(settings, machine, **dict.fromkeys(result["without"], False))
-    grid = Grid() if part == "peers" else parse_grid(result["contender"])
+    grid = Grid() if part == "training" else parse_grid(result["contender"])
     found = predict(work, grid)
     return {"predicted_seconds": found.total, "predicted_bytes": found.memory.total}
-
-
-def _apart(losses: list[float], first: list[float]) -> float:
-    """The largest relative difference; NaN counts as infinite."""
-    apart = [abs(loss / other - 1) for loss, other in zip(losses, first, strict=True)]
-    return max(value if value == value else float("inf") for value in apart)
 
 
 def agree(lines: list[dict[str, Any]]) -> bool:
@@ -153,9 +158,11 @@ def published() -> list[dict[str, Any]]:
     for entry in PUBLISHED:
         kept = {key: entry[key] for key in ("what", "gpus", "source")}
         if "tokens" in entry:
-            tflops = entry["tokens"] * flops_per_token(entry["shape"], entry["sequence"]) / 1e12
+            per_token = flops_per_token(entry["shape"], entry["sequence"], lora=entry.get("lora", False))
+            tflops = entry["tokens"] * per_token / 1e12
         else:
             tflops = entry["pflops"] * 1e3 / entry["count"]
+        kept["lora"] = entry.get("lora", False)
         found.append({**kept, "tokens_per_second_per_gpu": entry.get("tokens"), "tflops": tflops})
     return found
 

@@ -1,16 +1,20 @@
 """Jobs: one process (or launch of several) each, with a time limit, a log and a result that is kept.
 
-A job's folder holds `log`, `result.json`, which its command writes, and `job.json`, written when it has ended. A job
-that is done, by the same command on the same machine, is not run again; one that failed or was stopped is.
+All results lie in gpu.json, beside gpu.md and logs.tar.gz, and nothing else is needed to go on on another machine. A
+job that is done, by the same command on the same kind of machine, is not run again; one that failed or was stopped is.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import re
+import tarfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,12 @@ from tests.helpers.launching import run
 
 
 RESULT = "RESULT"  # in a command: the file that it writes
-DONE, FAILED, STOPPED, WAITING, LEFT_OUT = "done", "failed", "stopped", "not begun", "left out"
-LAST_LINES = 15
+DONE, FAILED, STOPPED, OPEN, LEFT_OUT = "done", "failed", "stopped", "open", "left out"
+OVER = "the time of the part or of the call was over"
+LAST_LINES, LINE = 15, 300
 ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception)\b:.*)$", re.MULTILINE)
+RECORD, PAGE, LOGS = "gpu.json", "gpu.md", "logs.tar.gz"
+LOG_BYTES, ALL_LOG_BYTES = 2**18, 15 * 2**20  # of the end of a log, and of all, before they are packed
 
 
 @dataclass(frozen=True)
@@ -33,14 +40,12 @@ class Job:
         command: python's arguments; RESULT stands for the file of the result.
         limit: seconds.
         left_out: why it is not run on this machine.
-        makes: a folder that has to be there besides the result, for jobs of any part.
     """
 
     name: str
     command: tuple[str, ...]
     limit: float = 0.0
     left_out: str = ""
-    makes: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,9 @@ class Part:
         name: as `--parts` takes it.
         title: what it is, for people.
         limit: seconds, after which no more job begins and none goes on.
-        jobs: makes the jobs in their order; one may depend on the result of those before it.
+        jobs: makes the jobs in their order.
         remedy: what to look at if it fails.
+        together: jobs at a time.
     """
 
     name: str
@@ -60,11 +66,12 @@ class Part:
     limit: float
     jobs: Callable[[], Iterator[Job]]
     remedy: str
+    together: int = 1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job stands: its state (DONE, ...), the result, seconds, the commit that ran, and why or its last lines."""
+    """State of a job (DONE, ...), its result, seconds, the code that ran, and the reason or its last lines."""
 
     name: str
     state: str
@@ -72,40 +79,40 @@ class Outcome:
     seconds: float = 0.0
     commit: str = ""
     told: str = ""
+    identity: str = ""
 
 
 class Results:
-    """The folder of all results.
+    """All results of a size on a kind of machine.
 
     Args:
-        folder: where.
-        settings: whose.
+        folder: of the three files, and of jobs at work.
+        settings: of the run.
     """
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder, self.settings = folder, settings
         self._commit = commit()
+        self._known: dict[tuple[str, str], Outcome] = {}
+        try:
+            for part in json.loads((folder / RECORD).read_text())["parts"]:
+                for job in part["jobs"]:
+                    self._known[part["name"], job["name"]] = Outcome(**job)
+            with tarfile.open(folder / LOGS) as logs:
+                logs.extractall(folder / "work", filter="data")
+        except (OSError, ValueError, KeyError, TypeError, tarfile.TarError):  # there is nothing, or no whole file
+            pass
 
     def place(self, part: str, job: Job) -> Path:
-        """The folder of a job; one that makes something for several parts has one for all of them."""
-        return self.folder / (part if job.makes is None else "shared") / re.sub(r"[^\w.=]+", "-", job.name)
+        """The folder that a job works in."""
+        return self.folder / "work" / part / re.sub(r"[^\w.=]+", "-", job.name)
 
     def look(self, part: str, job: Job) -> Outcome:
         """How a job stands."""
         if job.left_out:
             return Outcome(job.name, LEFT_OUT, told=job.left_out)
-        place = self.place(part, job)
-        try:
-            known = json.loads((place / "job.json").read_text())
-            if known.pop("identity") != self._identity(job):
-                return Outcome(job.name, WAITING)
-            written = place / "result.json"
-            result = json.loads(written.read_text()) if known["state"] == DONE or written.is_file() else None
-        except (OSError, ValueError, KeyError):  # never run, or killed while writing
-            return Outcome(job.name, WAITING)
-        if job.makes is not None and not job.makes.is_dir():
-            return Outcome(job.name, WAITING)
-        return Outcome(result=result, **known)
+        known = self._known.get((part, job.name))
+        return known if known and known.identity == self._identity(job) else Outcome(job.name, OPEN)
 
     def run_job(self, part: str, job: Job, seconds: float) -> Outcome:
         """Run a job for so many seconds at most, unless it is done; how it stands then."""
@@ -119,38 +126,84 @@ class Results:
         begin = time.monotonic()
         ended = run(place, *(str(result) if word == RESULT else word for word in job.command), timeout=limit)
         took = time.monotonic() - begin
-        last = last_lines(ended.output)
-        if ended.code == 0 and result.is_file():
-            failures = json.loads(result.read_text()).get("failures")  # of tests
-            state, last = (FAILED, failures) if failures else (DONE, [])
+        found, last = _read(result), last_lines(ended.output)
+        if ended.code == 0 and found is not None:
+            failures = found.get("failures")
+            state, last = (FAILED, failures[:50]) if failures else (DONE, [])
         elif took >= limit:
-            state, last = STOPPED, [*last, f"stopped after its {limit:.0f} seconds"]
+            cut = limit < job.limit
+            state, why = (OPEN, f" of {job.limit:.0f}: {OVER}") if cut else (STOPPED, "")
+            last = [*last, f"stopped after {limit:.0f} seconds{why}"]
         else:
             state, last = FAILED, [*last, f"ended with code {ended.code}"]
-        outcome = Outcome(job.name, state, None, took, self._commit, "\n".join(last))
-        known = {key: value for key, value in asdict(outcome).items() if key != "result"}
-        (place / "job.json").write_text(json.dumps({**known, "identity": self._identity(job)}))
-        return self.look(part, job)
+        told = "\n".join(line[:LINE] for line in last)
+        outcome = Outcome(job.name, state, found, took, self._commit, told, self._identity(job))
+        self._known[part, job.name] = outcome
+        return outcome
 
-    def run(self, part: Part) -> Iterator[Outcome]:
-        """Run what is not done of a part, within its limit; how each job stands then."""
-        end = time.monotonic() + part.limit
-        for job in part.jobs():
+    def run(self, part: Part, end: float = float("inf")) -> Iterator[Outcome]:
+        """Run what is not done of a part, within its limit and until `end`; each job, as it ends.
+
+        `end`: by the monotonic clock.
+        """
+        end = min(end, time.monotonic() + part.limit)
+
+        def begin(job: Job) -> Outcome:
             left = end - time.monotonic()
+            before = self.look(part.name, job)
             # One that would surely be cut off would be for nothing.
-            if left < job.limit / 4 and self.look(part.name, job).state not in (DONE, LEFT_OUT):
-                yield Outcome(job.name, WAITING, told=f"the {part.limit:.0f} seconds of the part were over")
-            else:
-                yield self.run_job(part.name, job, left)
+            if before.state in (DONE, LEFT_OUT) or left >= job.limit / self.settings.patience / 3:
+                return self.run_job(part.name, job, left)
+            return replace(before, told=OVER) if before.state == OPEN else before
+
+        if part.together == 1:
+            yield from map(begin, part.jobs())
+            return
+        with ThreadPoolExecutor(part.together) as pool:
+            for future in as_completed([pool.submit(begin, job) for job in part.jobs()]):
+                yield future.result()
 
     def look_at(self, part: Part) -> list[Outcome]:
         """How the jobs of a part stand, without running any."""
         return [self.look(part.name, job) for job in part.jobs()]
 
-    def _identity(self, job: Job) -> dict[str, Any]:
-        # Through JSON, which makes lists of tuples.
-        command = [word.replace(str(self.folder), "") for word in job.command]
-        return json.loads(json.dumps({"machine": asdict(self.settings.machine), "command": command}))
+    def save(self, record: dict[str, Any], page: str, out: Path | None) -> None:
+        """Write the three files, whole or not at all, here and in a folder of `out`, which brings them home."""
+        files = {RECORD: json.dumps(record, indent=1).encode() + b"\n", PAGE: page.encode(), LOGS: self._pack_logs()}
+        for folder in (self.folder, *([out / self.folder.name] if out else [])):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():
+                unfinished = folder / f".{name}"
+                unfinished.write_bytes(content)
+                unfinished.replace(folder / name)
+
+    def _pack_logs(self) -> bytes:
+        logs = sorted(self.folder.glob("work/*/*/log"))
+        most = min(LOG_BYTES, ALL_LOG_BYTES // max(len(logs), 1))
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            for log in logs:
+                with open(log, "rb") as file:
+                    size = file.seek(0, io.SEEK_END)
+                    file.seek(max(0, size - most))
+                    content = file.read(most)
+                entry = tarfile.TarInfo(str(log.relative_to(self.folder / "work")))
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+        return packed.getvalue()
+
+    def _identity(self, job: Job) -> str:
+        machine = self.settings.machine
+        kind = [machine.kind, machine.count, machine.name, machine.versions]
+        return hashlib.sha256(json.dumps([kind, job.command]).encode()).hexdigest()[:16]
+
+
+def _read(result: Path) -> dict[str, Any] | None:
+    """What a job has written; nothing if it was killed before, or while it wrote."""
+    try:
+        return json.loads(result.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def last_lines(output: str) -> list[str]:

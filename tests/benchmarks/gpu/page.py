@@ -1,17 +1,19 @@
-"""One page and one JSON file of all results: `record` collects them, `page` writes Markdown of what is recorded."""
+"""One page of all results: `record` collects them, `page` and `section` write Markdown of what is recorded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from tests.benchmarks.gpu.figures import LOSS_TOLERANCE, agree, best, published, training
-from tests.benchmarks.gpu.jobs import DONE, FAILED, LEFT_OUT, STOPPED, WAITING, Outcome, Part
-from tests.benchmarks.gpu.settings import COUNTED, MODELS, STEPS, Settings, parameters
+from tests.benchmarks.gpu.figures import agree, best, published, training
+from tests.benchmarks.gpu.jobs import DONE, FAILED, LEFT_OUT, OPEN, STOPPED, Outcome, Part
+from tests.benchmarks.gpu.settings import COUNTED, LOSS_TOLERANCE, MODELS, STEPS, Settings, parameters
 
 
 GIB = 2**30
-STATES = (DONE, FAILED, STOPPED, WAITING, LEFT_OUT)
+STATES = (DONE, FAILED, STOPPED, OPEN, LEFT_OUT)
+PRINTED = 5_000  # characters of what is printed of a part: who sees the last 12,000 of a call sees two parts, or more
 
 
 def record(settings: Settings, parts: list[Part], outcomes: dict[str, list[Outcome]]) -> dict[str, Any]:
@@ -35,21 +37,24 @@ def record(settings: Settings, parts: list[Part], outcomes: dict[str, list[Outco
 
 def page(found: dict[str, Any]) -> str:
     """The page of a record."""
-    parts = {part["name"]: part for part in found["parts"]}
-    sections = [
-        _head(found),
-        _overview(found["parts"]),
-        _troubles(found["parts"]),
-        _training(found, [job for name in ("peers", "grids", "overlap") for job in parts[name]["jobs"]]),
-        _published(found),
-        _overlap(found["training"]),
-        _links(_result(parts["links"])),
-        _equality(parts["equality"]["jobs"]),
-        _tuning(_result(parts["tuning"])),
-        _host(_result(parts["host"])),
-        _extraction(_result(parts["extraction"])),
-    ]
+    sections = [_head(found), overview(found), *(_troubles(part) for part in found["parts"])]
+    sections += [_section(found, part) for part in found["parts"]] + [_published(found)]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def section(found: dict[str, Any], name: str) -> str:
+    """What is printed of a part when it ends: its troubles and its table, in PRINTED characters at most."""
+    part = next(part for part in found["parts"] if part["name"] == name)
+    return clip("\n\n".join(filter(None, (_troubles(part), _section(found, part)))), PRINTED)
+
+
+def clip(text: str, most: int) -> str:
+    """The first lines of a text, with a line that says how many are missing."""
+    if len(text) <= most:
+        return text
+    lines = text.splitlines()
+    kept = text[: most - 60].count("\n")
+    return "\n".join([*lines[:kept], f"... {len(lines) - kept} more lines are in gpu.md"])
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -58,9 +63,20 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _result(part: dict[str, Any]) -> dict[str, Any] | None:
-    """Of a part with one job, if it is done."""
-    return part["jobs"][0]["result"] if part["jobs"] else None
+def _section(found: dict[str, Any], part: dict[str, Any]) -> str:
+    """The table of a part, and what is left out of it; nothing where no job has a result."""
+    text = SECTIONS[part["name"]](found, part)
+    out = [f"- {job['name']}: {job['told']}" for job in part["jobs"] if job["state"] == LEFT_OUT]
+    if not (text or out):
+        return ""
+    return "\n\n".join(
+        [f"## {part['title']}", *filter(None, [text, "\n".join(["Left out:", "", *out]) if out else ""])]
+    )
+
+
+def _results(part: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The jobs of a part whose result has a key, also of those that failed."""
+    return [job for job in part["jobs"] if job["result"] and key in job["result"]]
 
 
 def _head(found: dict[str, Any]) -> str:
@@ -71,8 +87,8 @@ def _head(found: dict[str, Any]) -> str:
     lines = [
         "# Measured on GPUs" if machine["count"] else "# The measurements for GPUs, run on a CPU",
         "",
-        f"`python -m tests.benchmarks.gpu --size {settings['size']}`, which `make gpu` runs; docs/gpu.md says what"
-        f" each table means. {count}{machine['name']}, {machine['memory'] / GIB:.1f} GiB each; {versions}; commit "
+        f"`python -m tests.benchmarks.gpu --size {settings['size']}`; docs/gpu.md says what each table means. "
+        f"{count}{machine['name']}, {machine['memory'] / GIB:.1f} GiB each; {versions}; code: "
         f"{', '.join(sorted(commits)) or 'none yet'}.",
     ]
     if settings["size"] == "smoke":
@@ -80,9 +96,10 @@ def _head(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _overview(parts: list[dict[str, Any]]) -> str:
+def overview(found: dict[str, Any]) -> str:
+    """How the jobs of each part stand."""
     rows = []
-    for part in parts:
+    for part in found["parts"]:
         states = [job["state"] for job in part["jobs"]]
         took = sum(job["seconds"] for job in part["jobs"])
         counts = [str(states.count(state)) for state in STATES]
@@ -90,36 +107,84 @@ def _overview(parts: list[dict[str, Any]]) -> str:
     return "## Parts\n\n" + table(["jobs", *STATES, "seconds", "limit"], rows)
 
 
-def _troubles(parts: list[dict[str, Any]]) -> str:
-    lines = []
-    for part in parts:
-        wrong = [job for job in part["jobs"] if job["state"] in (FAILED, STOPPED)]
-        waiting = [job["name"] for job in part["jobs"] if job["state"] == WAITING]
-        if wrong or waiting:
-            lines += ["", f"### {part['name']}"]
-        if wrong:
-            lines += ["", part["remedy"]]
-        for job in wrong:
-            lines += ["", f"{job['name']}: {job['state']} after {job['seconds']:.0f} s", "", "```text", job["told"]]
-            lines += ["```"]
-        if waiting:
-            lines += ["", f"Not begun, run again to go on: {', '.join(waiting)}."]
-    return "\n".join(["## What failed or is not begun", *lines]) if lines else ""
+def _troubles(part: dict[str, Any]) -> str:
+    wrong = [job for job in part["jobs"] if job["state"] in (FAILED, STOPPED)]
+    waiting = [job["name"] for job in part["jobs"] if job["state"] == OPEN]
+    lines = [f"## What failed or is open: {part['name']}"]
+    if wrong:
+        lines += ["", part["remedy"]]
+    for job in wrong:
+        lines += ["", f"{job['name']}: {job['state']} after {job['seconds']:.0f} s", "", "```text", job["told"], "```"]
+    if waiting:
+        lines += ["", f"Open, run again to go on: {', '.join(waiting)}."]
+    return "\n".join(lines) if wrong or waiting else ""
 
 
-def _training(found: dict[str, Any], jobs: list[dict[str, Any]]) -> str:
-    settings, lines = found["settings"], found["training"]
-    again = "layers run again in backward" if settings["checkpointing"] else "no layer runs again in backward"
-    text = [
-        "## Training",
-        "",
-        f"{settings['model']} shape, {found['parameters'] / 1e6:,.1f}M parameters with random weights, "
-        f"{settings['rows']} rows of {settings['sequence']} tokens a step, the same for all; {again}. float32 weights "
-        f"and AdamW, bfloat16 activations. plain: stock Transformers on one rank; one rank: the engine's layers and"
-        f" loss there. {STEPS} steps, the last {COUNTED} count. Utilisation: model FLOPs, of the "
-        "advertised peak (MFU) and of the fastest product measured here. Losses: the largest relative difference from "
-        f"the first line, at most {LOSS_TOLERANCE:.0%} is expected of bfloat16.",
-    ]
+def _start(found: dict[str, Any], part: dict[str, Any]) -> str:
+    text = []
+    for job in _results(part, "apart"):
+        result = job["result"]
+        rows = [
+            [
+                name,
+                *(f"{value:.5f}" for value in (losses[0], losses[-1])),
+                _number(result["apart"].get(name), "{:.1e}"),
+            ]
+            for name, losses in result["losses"].items()
+        ]
+        head = ["contender", "first loss", "last loss", "apart from stock"]
+        text = [f"Backend: {result['backend']}. {_same_bits(result)}", table(head, rows)]
+    return "\n\n".join(text)
+
+
+def _same_bits(result: dict[str, Any]) -> str:
+    other = result.get("other_bits")
+    found = "not run" if other is None else f"**other bits: {', '.join(other)}**" if other else "the same bits"
+    return f"With CUDA_LAUNCH_BLOCKING=1: {found}."
+
+
+def _axes(found: dict[str, Any], part: dict[str, Any]) -> str:
+    text = []
+    for job in _results(part, "errors"):
+        rows = []
+        for name, errors in job["result"]["errors"].items():
+            kinds = {what.partition(":")[0]: value for what, value in errors.items()}
+            rows.append([name, *(f"{kinds[kind]:.0e}" for kind in ("loss", "norm", "gradients", "parameters"))])
+        head = ["grid and model", "loss", "norm", "gradients", "parameters"]
+        text = [f"Backend: {job['result']['backend']}. {_same_bits(job['result'])}", table(head, rows)]
+    return "\n\n".join(text)
+
+
+def _checks(found: dict[str, Any], part: dict[str, Any]) -> str:
+    rows = []
+    for job in _results(part, "waits"):
+        for name, places in job["result"]["waits"].items():
+            rows.append([f"host waits, {name} (mode: {job['result']['mode']})", "; ".join(places) or "none"])
+    rows += [["memcheck", job["result"]["summary"]] for job in _results(part, "summary")]
+    return table(["check", "found"], rows) if rows else ""
+
+
+def _packing(found: dict[str, Any], part: dict[str, Any]) -> str:
+    rows = []
+    for job in _results(part, "leak"):
+        result = job["result"]
+        seconds = f"{result['seconds']:.4f}" + ("" if result["backward"] else ", forward alone")
+        row = [f"{result['error']:.1e}", f"{result['leak']:.0e}", f"{result['loss']:.4f}", seconds]
+        rows.append([job["name"], *row, f"{result['peak_bytes'] / GIB:.2f}"])
+    if not rows:
+        return ""
+    text = f"{result['documents']} documents in a row of {result['tokens']} tokens, the engine's layers in bfloat16."
+    head = ["attention", "error", "leak", "loss", "s a step", "peak GiB"]
+    return (
+        f"{text} Error: beside the documents one by one. Leak: of a changed token, in others.\n\n{table(head, rows)}"
+    )
+
+
+def _training(found: dict[str, Any], part: dict[str, Any]) -> str:
+    settings = found["settings"]
+    lines = [line for line in found["training"] if line["part"] == part["name"]]
+    if not lines:
+        return ""
     rows = [
         [
             line["name"],
@@ -135,33 +200,51 @@ def _training(found: dict[str, Any], jobs: list[dict[str, Any]]) -> str:
             f"{line['loss_difference']:.1e}" + ("" if line["loss_difference"] <= LOSS_TOLERANCE else " **WRONG**"),
         ]
         for line in lines
-        if line["part"] != "overlap"
     ]
     head = ["contender", "ranks", "s a step", "tokens/s a rank", "model TFLOP/s", "MFU", "of the product", "peak GiB"]
     head += ["predicted s", "predicted GiB", "losses apart"]
-    if rows:
-        text += ["", table(head, rows)]
-    out = [f"- {job['name']}: {job['told']}" for job in jobs if job["state"] == LEFT_OUT]
-    text += ["", "Left out:", "", *out] if out else []
+    text = [_legend(found, lines[0]), table(head, rows)]
     if not settings["machine"]["count"]:
-        text += [
-            "",
-            "On a CPU the peak is resident memory, with the libraries, of which the prediction knows nothing.",
-        ]
+        text.append("On a CPU the peak is resident memory, with the libraries, of which the prediction knows nothing.")
+    return "\n\n".join([*text, *_conclusions(found, part["name"])])
+
+
+def _legend(found: dict[str, Any], line: dict[str, Any]) -> str:
+    settings = found["settings"]
+    counted = f"{STEPS} steps, the last {COUNTED} count"
+    if line["part"] == "lora":
+        published = next(entry for entry in found["published"] if entry["lora"])
+        return (
+            f"{line['model']} shape, frozen in bfloat16, {counted}. Beside it: {published['what']}, "
+            f"{published['gpus']}: {published['tokens_per_second_per_gpu']:,} tokens/s ({published['source']})."
+        )
+    again = "layers run again in backward" if settings["checkpointing"] else "no layer runs again in backward"
+    return (
+        f"{line['model']} shape, {found['parameters'] / 1e6:,.1f}M parameters with random weights, "
+        f"{settings['rows']} rows of {settings['sequence']} tokens a step, the same for all; {again}. float32 weights "
+        "and AdamW, bfloat16 activations. plain: stock Transformers; one rank: the engine's layers and loss. "
+        f"{counted}. Utilisation: model FLOPs, of the advertised peak (MFU) and of the fastest product measured here. "
+        f"Losses: the largest relative difference from the first line, at most {LOSS_TOLERANCE:.0%} is expected of "
+        "bfloat16."
+    )
+
+
+def _conclusions(found: dict[str, Any], part: str) -> list[str]:
+    """Of grids: the fastest beside the fastest peer, and the choice of the planner."""
+    lines, text = found["training"], []
     ours, theirs = best(lines, ours=True), best(lines, ours=False)
-    if ours and theirs:
+    if part == "grids" and ours and theirs:
         ratio = ours["tokens_per_second_per_gpu"] / theirs["tokens_per_second_per_gpu"]
-        text += ["", f"The fastest grid, {ours['name']}, is {ratio:.2f} times as fast as {theirs['name']}."]
-    predicted = [line for line in lines if line["part"] == "grids" and line["predicted_seconds"]]
+        text.append(f"The fastest grid, {ours['name']}, is {ratio:.2f} times as fast as {theirs['name']}.")
+    predicted = [line for line in lines if line["part"] == part == "grids" and line["predicted_seconds"]]
     if len(predicted) > 1:
         choice = min(predicted, key=lambda line: line["predicted_seconds"])
         fastest = min(predicted, key=lambda line: line["seconds"])
-        text += [
-            "",
+        text.append(
             f"The plan puts {choice['name']} first, which is {choice['seconds'] / fastest['seconds'] - 1:.1%} slower "
-            f"than the fastest, {fastest['name']}.",
-        ]
-    return "\n".join(text)
+            f"than the fastest, {fastest['name']}."
+        )
+    return text
 
 
 def _published(found: dict[str, Any]) -> str:
@@ -182,10 +265,10 @@ def _published(found: dict[str, Any]) -> str:
     )
 
 
-def _overlap(lines: list[dict[str, Any]]) -> str:
-    base = {line["name"]: line for line in lines if line["part"] == "grids"}
+def _overlap(found: dict[str, Any], part: dict[str, Any]) -> str:
+    base = {line["name"]: line for line in found["training"] if line["part"] == "grids"}
     rows = []
-    for line in lines:
+    for line in found["training"]:
         with_all = base.get(line["contender"])
         if line["part"] != "overlap" or with_all is None:
             continue
@@ -194,10 +277,11 @@ def _overlap(lines: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     head = ["grid and switches", "s a step", "beside all on", "predicted beside all on"]
-    return "## Overlaps\n\nSeconds over those with all switches on: above 1 the switch helps.\n\n" + table(head, rows)
+    return "Seconds over those with all switches on: above 1 the switch helps.\n\n" + table(head, rows)
 
 
-def _links(machine: dict[str, Any] | None) -> str:
+def _links(found: dict[str, Any], part: dict[str, Any]) -> str:
+    machine = next((job["result"] for job in _results(part, "gemm_tflops")), None)
     if machine is None:
         return ""
     rows = [
@@ -215,55 +299,70 @@ def _links(machine: dict[str, Any] | None) -> str:
     rows += [[f"ring {name} (stride x ranks), GB/s a rank", f"{value:.4g}"] for name, value in rings.items()]
     rows += [[f"{kind} over all-gather, bytes", f"{value:.2f}"] for kind, value in machine["relative_cost"].items()]
     sizes = ", ".join(f"{size}: {share:.0%}" for size, share in machine["gemm_by_size"].items())
-    text = (
-        f"Share of the fastest product, by tokens: {sizes}. In the JSON file this is a machine file for the planner."
-    )
-    return f"## Links and products\n\n{table(['what', 'value'], rows)}\n\n{text}"
+    text = f"Share of the fastest product, by tokens: {sizes}. In gpu.json this is a machine file for the planner."
+    return f"{table(['what', 'value'], rows)}\n\n{text}"
 
 
-def _equality(jobs: list[dict[str, Any]]) -> str:
-    done = [job for job in jobs if job["result"] and "passed" in job["result"]]
+def _equality(found: dict[str, Any], part: dict[str, Any]) -> str:
+    done = _results(part, "passed")
     if not done:
         return ""
     keys = ("passed", "failed", "skipped")
     rows = [[job["name"], *(str(job["result"][key]) for key in keys), f"{job['seconds']:.0f}"] for job in done]
     rows.append(["all", *(str(sum(job["result"][key] for job in done)) for key in keys), ""])
-    text = table(["tests", *keys, "seconds"], rows)
     failures = [f"- {name}" for job in done for name in job["result"]["failures"]]
-    return "## Equality with one process\n\n" + text + ("\n\nFailed:\n\n" + "\n".join(failures) if failures else "")
+    return table(["tests", *keys, "seconds"], rows) + ("\n\nFailed:\n\n" + "\n".join(failures) if failures else "")
 
 
-def _tuning(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _tuning(found: dict[str, Any], part: dict[str, Any]) -> str:
+    result = next((job["result"] for job in _results(part, "gains")), None)
+    if result is None:
         return ""
     head = "| model | dtype | y, x | matmul | as is ms | TFLOP/s | closest | chosen | gain promised | gain kept |"
     gains = "| model | dtype | y, x | matmul | M x N x K | lies | chosen | part of the time | again |"
-    text = [f"## Kernel tuner\n\n{found['tokens']} tokens a rank; a layout was chosen for {len(found['gains'])} of "]
-    text[0] += f"{found['shapes']} shapes, in {found['seconds']:.1f} s. Columns as in docs/results/tuning.md."
-    text += ["", head, "|---|---|---|---|---:|---:|---:|---:|---:|---:|", *found["rows"]]
-    if found["gains"]:
-        text += ["", gains, "|---|---|---|---|---|---|---|---:|---:|", *found["gains"]]
+    text = [f"{result['tokens']} tokens a rank; a layout was chosen for {len(result['gains'])} of {result['shapes']} "]
+    text[0] += f"shapes, in {result['seconds']:.1f} s. Columns as in docs/results/tuning.md."
+    text += ["", head, "|---|---|---|---|---:|---:|---:|---:|---:|---:|", *result["rows"]]
+    if result["gains"]:
+        text += ["", gains, "|---|---|---|---|---|---|---|---:|---:|", *result["gains"]]
     return "\n".join(text)
 
 
-def _host(found: dict[str, Any] | None) -> str:
-    if found is None:
-        return ""
-    return f"## Host time of a layer\n\nAs in docs/results/host_time.md, on this host's processor.\n\n{found['table']}"
+def _host(found: dict[str, Any], part: dict[str, Any]) -> str:
+    tables = [job["result"]["table"] for job in _results(part, "table")]
+    return "\n\n".join(["As in docs/results/host_time.md, on this host's processor.", *tables]) if tables else ""
 
 
-def _extraction(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _extraction(found: dict[str, Any], part: dict[str, Any]) -> str:
+    result = next((job["result"] for job in _results(part, "samples")), None)
+    if result is None:
         return ""
-    shares = list(found["seconds"])
-    names = list(found["seconds"][shares[0]])
-    rows = [[name, *(f"{min(found['seconds'][share][name]) * 1e3:.2f}" for share in shares)] for name in names]
+    shares = list(result["seconds"])
+    names = list(result["seconds"][shares[0]])
+    rows = [[name, *(f"{min(result['seconds'][share][name]) * 1e3:.2f}" for share in shares)] for name in names]
     return (
-        f"## Extraction\n\nMilliseconds a sample, the fastest round; {found['samples']} samples of {found['tokens']} +"
-        f" {found['tokens']} tokens, batches of {found['batch']}, float32, random weights. Rows as in "
+        f"Milliseconds a sample, the fastest round; {result['samples']} samples of {result['tokens']} +"
+        f" {result['tokens']} tokens, batches of {result['batch']}, float32, random weights. Rows as in "
         "docs/results/extraction.md; figures of all ways were equal.\n\n"
         + table(["way", *(f"{float(share):.0%} memorized" for share in shares)], rows)
     )
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
+    "start": _start,
+    "axes": _axes,
+    "training": _training,
+    "lora": _training,
+    "checks": _checks,
+    "packing": _packing,
+    "host": _host,
+    "extraction": _extraction,
+    "links": _links,
+    "grids": _training,
+    "overlap": _overlap,
+    "equality": _equality,
+    "tuning": _tuning,
+}
 
 
 def _percent(value: float | None) -> str:

@@ -6,6 +6,7 @@ keeps some of its memory, and could not fork ranks that use it.
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from transformers import LlamaConfig
 
 from hf_axonn import Grid
 from tests.benchmarks.peers.contenders import grid_name
+from tests.helpers import ROOT
 
 
 LLAMA_8B = dict(
@@ -33,6 +35,9 @@ MODELS: dict[str, tuple[dict[str, int], int, int, bool]] = {
         dict(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
              intermediate_size=1536, vocab_size=49152), 4, 2048, False,
     ),
+    "four layers": (
+        {**LLAMA_8B, "hidden_size": 2048, "num_hidden_layers": 4, "intermediate_size": 8192}, 2, 512, False,
+    ),
     "tiny": (
         dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
              vocab_size=512), 2, 32, True,
@@ -40,10 +45,14 @@ MODELS: dict[str, tuple[dict[str, int], int, int, bool]] = {
 }  # fmt: skip
 STATE_BYTES = 16  # of a parameter in training: float32 weight, gradient and AdamW's two moments
 STATES = 0.35  # the part of a GPU's memory that the states of a fully sharded model may take
+FROZEN = 0.30  # and the part that the frozen bfloat16 weights under LoRA may take
 STEPS, COUNTED = 10, 8  # ten steps, of which the last eight count, as in the AxoNN paper
 SIZES = ("smoke", "full")
+# The largest relative difference of a loss from that of the first contender: bfloat16 has 8 bits, and ten steps make
+# such differences grow. A wrong gradient shows as more.
+LOSS_TOLERANCE = 2e-2
+NOT_TIMED = ("four layers", "tiny")  # of MODELS
 ONE_RANK = "one rank"  # the contender that is the engine on a grid of one
-BATCHES = "batches.pt"  # beside the weights
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ class Machine:
         name: of one of them.
         memory: bytes of one.
         compiler: whether torch.compile can build kernels here.
+        sanitizer: the path of compute-sanitizer, or nothing.
         versions: of what is installed, by package.
     """
 
@@ -64,7 +74,13 @@ class Machine:
     name: str
     memory: int
     compiler: bool
+    sanitizer: str
     versions: dict[str, str]
+
+    @property
+    def title(self) -> str:
+        """Name and number, as in "8 x NVIDIA H100"."""
+        return f"{self.count} x {self.name}" if self.count > 1 else self.name
 
 
 @dataclass(frozen=True)
@@ -93,9 +109,23 @@ class Settings:
         return self.size == "smoke"
 
     @property
+    def patience(self) -> int:
+        """Times every limit: the smoke size is for CPUs that others may share."""
+        return 6 if self.smoke else 1
+
+    @property
     def checkpointing(self) -> bool:
         """Whether layers run again in backward."""
         return MODELS[self.model][3]
+
+    @property
+    def frozen_model(self) -> str:
+        """The model whose bfloat16 weights lie frozen under LoRA: the largest that leaves room, else the smallest."""
+        if self.smoke:
+            return "tiny"
+        names = [name for name in MODELS if name not in NOT_TIMED]
+        fitting = [name for name in names if 2 * parameters(MODELS[name][0]) <= FROZEN * self.machine.memory]
+        return (fitting or names[-1:])[0]
 
     @property
     def config(self) -> LlamaConfig:
@@ -128,7 +158,9 @@ def choose(size: str, machine: Machine, sequence: int | None = None) -> Settings
         model = "tiny"
     else:
         needed = {
-            name: STATE_BYTES * parameters(shape) / ranks for name, (shape, *_) in MODELS.items() if name != "tiny"
+            name: STATE_BYTES * parameters(shape) / ranks
+            for name, (shape, *_) in MODELS.items()
+            if name not in NOT_TIMED
         }
         fitting = [name for name, states in needed.items() if states <= STATES * machine.memory]
         if not fitting:
@@ -164,9 +196,19 @@ def overlap_grids(ranks: int) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the checkout that runs, with a plus sign if files differ from it."""
+    """The commit of the checkout that runs, with a plus sign if files differ; without git a digest of the code."""
     try:
-        told = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=True)
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return told.stdout.strip()
+        digest = hashlib.sha256()
+        for folder in ("hf_axonn", "eval", "tests/benchmarks", "tests/helpers"):
+            for file in sorted((ROOT / folder).rglob("*.py")):
+                digest.update(file.read_bytes())
+        return f"files {digest.hexdigest()[:8]}"
+
+
+def largest_ratio(losses: list[float], first: list[float]) -> float:
+    """The largest relative difference; NaN counts as infinite."""
+    apart = [abs(loss / other - 1) for loss, other in zip(losses, first, strict=True)]
+    return max(value if value == value else float("inf") for value in apart)

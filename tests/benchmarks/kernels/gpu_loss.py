@@ -18,15 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_axonn import Grid
-from hf_axonn.architectures.feature_layout import choose_layout
-from hf_axonn.architectures.plan import plan_for
-from hf_axonn.architectures.weight_kinds import weight_kinds
+from hf_axonn.compat.peft import without_peft
 from hf_axonn.config import AxonnConfig
-from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.engine.report import Report
 from hf_axonn.losses import head_chunks as engine_loss
-from hf_axonn.parallel.install import install_layers, shard_parameters
-from hf_axonn.parallel.sharded_model import ShardedModel
+from hf_axonn.parallel import parallelize
 
 
 SMOKE_CHUNK = 2**12  # several chunks also on tiny sizes
@@ -50,15 +45,9 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> tuple[object
 
 def engine_on_one_rank(model: nn.Module) -> nn.Module:
     """The engine's sharded layers and loss on a model that is not sharded. Needs torch.distributed with one rank."""
-    plan = plan_for(model)
-    layout = choose_layout(model, plan, y=1, requested="auto")
-    mesh = grid_mesh(Grid(), next(model.parameters()).device.type)
-    report = Report(str(Grid()), plan.summary(), layout.reason)
-    state = ShardedModel(mesh, AxonnConfig(grid=Grid()), model, report=report)
-    kinds = weight_kinds(model, plan)
-    shard_parameters(model, kinds, state)
-    install_layers(model, plan, kinds, state, layout)
-    model.axonn = state
+    inner, config = without_peft(model), AxonnConfig(grid=Grid())
+    plan, layout = parallelize._plan(inner, config)
+    parallelize._apply(inner, plan, layout, config, next(model.parameters()).device.type)
     return model
 
 
