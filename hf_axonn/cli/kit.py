@@ -8,12 +8,15 @@ Exit code 0: the kit is complete; 1: something is missing, or cannot be imported
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import shutil
 import sys
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from hf_axonn.cli.plan_report import number_of
 from hf_axonn.compat.arguments import VERSION, with_reason
 from hf_axonn.kit.machine import Machine, read_glibc, read_packages
 from hf_axonn.kit.make import (
@@ -79,10 +82,12 @@ def run_kit(options: argparse.Namespace) -> int:
         OSError: a file cannot be read or written.
     """
     machine = read_machine(options)
-    interpreter = options.interpreter or find_interpreter(machine.minor)
-    if options.interpreter and (found := read_python_version(interpreter)) != machine.minor:
-        what = f"Python {found}, and the machine has {machine.minor}" if found else "no Python that runs"
-        raise ValueError(f"--interpreter {interpreter} is {what}")
+    interpreter = find_interpreter(machine.minor)
+    if options.interpreter:
+        interpreter = os.path.abspath(shutil.which(options.interpreter) or options.interpreter)
+        if (here := read_python_version(interpreter)) != machine.minor:
+            what = f"Python {here}, and the machine has {machine.minor}" if here else "no Python that runs"
+            raise ValueError(f"--interpreter {options.interpreter} is {what}")
     source = SOURCES if (SOURCES / "setup.cfg").is_file() else VERSION.replace(" ", "==")
     kit = make_kit(
         source,
@@ -146,7 +151,7 @@ def describe(kit: Kit, machine: Machine) -> list[str]:
         notes += [f"in place of {there}"] if there else []
         size = wheel.stat().st_size / MIB
         lines.append(f"  {name:24}{read_version(wheel):16}{size:6.2f} MiB  {', '.join(notes)}".rstrip())
-    return [*lines, f"{kit.folder}: {len(kit.wheels)} wheels, {kit.nbytes / MIB:.1f} MiB"]
+    return [*lines, f"{kit.folder}: {number_of(len(kit.wheels), 'wheel')}, {kit.nbytes / MIB:.1f} MiB"]
 
 
 def describe_trial(found: dict, interpreter: str) -> list[str]:

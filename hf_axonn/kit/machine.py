@@ -17,7 +17,7 @@ OLDEST_GLIBC = 5  # of 2.5, the first that manylinux tags name
 
 @dataclass(frozen=True)
 class Machine:
-    """What is there, and which wheels run there.
+    """The machine that a kit is for, as far as pip has to know it.
 
     Args:
         packages: versions by canonical name.
@@ -48,7 +48,7 @@ class Machine:
 
     @property
     def markers(self) -> dict[str, str]:
-        """What the markers of requirements are evaluated with."""
+        """Values of that machine for the markers of requirements."""
         return {
             "python_version": self.minor,
             "python_full_version": self.python if self.python != self.minor else f"{self.python}.0",
@@ -68,7 +68,7 @@ def read_packages(path: Path) -> dict[str, str]:
         OSError: the file cannot be read.
         ValueError: a line is not of that form; the message has its number.
     """
-    found = {}
+    found: dict[str, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue

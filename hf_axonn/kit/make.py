@@ -94,7 +94,7 @@ def make_kit(
         chosen = f"[{','.join(extras)}]"
         if isinstance(source, Path):
             wheel = build_wheel(source, built, arguments)
-            project = parse_wheel_filename(wheel.name)[0]
+            project = str(parse_wheel_filename(wheel.name)[0])
             root, argument = f"{project}{chosen}", f"{wheel}{chosen}"
         else:
             project, _, version = source.partition("==")
@@ -179,12 +179,14 @@ def try_kit(kits: Sequence[Path], interpreter: str, packages: Sequence[str]) -> 
             if installed.returncode:
                 raise ValueError(f"{kit} cannot be installed with {interpreter}:\n{installed.stderr.strip()}")
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), environment.get("PYTHONPATH"))))
-        if run([interpreter, "-P", "-c", "import torch"], environment, scratch).returncode:
+        has_torch = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+        if run([interpreter, "-P", "-c", has_torch], environment, scratch).returncode:
             return {}
         tried = run([interpreter, "-P", HERE / "try_imports.py", site, *packages], environment, scratch)
         if tried.returncode:
             raise ValueError(f"importing what is in {kits[-1]} ended with code {tried.returncode}:\n{tried.stderr}")
-        return json.loads(tried.stdout.splitlines()[-1])
+        found: dict[str, Any] = json.loads(tried.stdout.splitlines()[-1])
+        return found
 
 
 def run(command: Sequence[str | Path], environment: dict[str, str], folder: str) -> subprocess.CompletedProcess[str]:

@@ -46,7 +46,7 @@ class PipThere:
 
     Args:
         machine: that is seen.
-        interpreter: runs pip and should be of the machine's Python: pip reads markers by the Python that runs it.
+        interpreter: runs pip, and should be of the machine's Python: pip reads markers by the Python that runs it.
         arguments: more arguments for pip, such as an index.
         scratch: a folder, for as long as this is used.
         built: a folder of wheels that count beside those of the index; more are built into it.
@@ -92,12 +92,8 @@ class PipThere:
             tried.add(lacking[1])
             build_wheel(lacking[1], self.built, self._arguments)
         items = [item["metadata"] for item in json.loads(report.read_text())["install"]]
-        return {
-            canonicalize_name(item["name"]): Package(
-                item["name"], item["version"], tuple(item.get("requires_dist", ()))
-            )
-            for item in items
-        }
+        found = [Package(item["name"], item["version"], tuple(item.get("requires_dist", ()))) for item in items]
+        return {canonicalize_name(package.name): package for package in found}
 
     def download(self, packages: Sequence[Package], folder: Path) -> None:
         """Put the wheels of packages into a folder.

@@ -41,7 +41,10 @@ mount --bind "$MACHINE" "$MACHINE"
 mount -o remount,bind,ro "$MACHINE"
 exec "$@"
 """
-TESTS = ("-m", "pytest", "-q", "-m", "on_device and not slow and not gpu", "-n", "2", "--dist", "loadfile")
+STEPS = {
+    "smoke": ("-m", "tests.benchmarks.gpu", "--size", "smoke"),
+    "tests": ("-m", "pytest", "-q", "-m", "on_device and not slow and not gpu", "-n", "2", "--dist", "loadfile"),
+}
 JOB = re.compile(r"^([\w-]+), .+: ")  # a line of tests.benchmarks.gpu when a job has ended
 
 
@@ -155,6 +158,28 @@ def make_table(steps: Sequence[Step]) -> str:
     return "\n".join(lines)
 
 
+def run_there(folder: Path, names: Sequence[str], steps: list[Step]) -> list[str]:
+    """Bring clone and kit to the machine and run the steps of these names there, which are added to `steps`.
+
+    Returns:
+        What is wrong with the files that were brought or that come back.
+    """
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
+        machine, site = Machine(folder / "machine", Path(scratch)), str(Path(scratch, "site"))
+        copy_clone(machine.clone)
+        clone, kit = measure(machine.clone), measure(folder / "kit")
+        print(f"kit {kit:.1f} MiB, clone {clone:.1f} MiB")
+        shutil.copytree(folder / "kit", machine.clone / "build" / "kit")
+        steps.append(machine.run("install", "bash", "build/kit/install.sh", site))
+        machine.variables["PYTHONPATH"] = site
+        if not steps[-1].code:
+            steps += [machine.run(name, "python3", *STEPS[name]) for name in names]
+        shutil.rmtree(folder / "logs", ignore_errors=True)
+        shutil.copytree(machine.logs, folder / "logs")
+        wrong = [] if kit + clone <= LIMIT_MIB else [f"kit and clone are {kit + clone:.1f} MiB, above {LIMIT_MIB}"]
+        return [*wrong, *check_out(machine.out)]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -166,51 +191,37 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--python", default="3.12", help="its version of Python (3.12)")
     parser.add_argument("--interpreter", metavar="PYTHON", help="of that version, on this machine; makes it")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "rehearsal", help="of machine, kit and logs")
-    parser.add_argument("--no-tests", action="store_true", help="leave the tests of make test-gpu out")
+    parser.add_argument("--steps", default=",".join(STEPS), help=f"to run, after the installation ({','.join(STEPS)})")
     parser.add_argument(
         "--pip", action="append", default=[], metavar="ARGUMENT", help="for pip, as --pip=--index-url=URL; repeatable"
     )
     options = parser.parse_args(arguments)
+    names = options.steps.split(",")
+    if unknown := set(names) - set(STEPS):
+        parser.error(f"--steps: {', '.join(sorted(unknown))}: there are {', '.join(STEPS)}.")
     interpreter = options.interpreter or find_interpreter(options.python)
     if interpreter is None or read_python_version(interpreter) != options.python:
         parser.error(f"there is no Python {options.python} here: give --interpreter")
-    folder, steps = options.folder.resolve(), []
+    folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     try:
         python = make_machine(folder / "machine", options.have.resolve(), interpreter, options.pip)
     except subprocess.CalledProcessError as problem:
         parser.error(f"the machine cannot be made: {problem}")
-    steps.append(Step("the machine", 0, time.monotonic() - begin))
+    steps = [Step("the machine", 0, time.monotonic() - begin)]
     kit, begin = folder / "kit", time.monotonic()
     words = ["--have", options.have, "--python", options.python, "--extras", "test-gpu", "--output", kit]
     words += ["--interpreter", python, *(f"--pip={argument}" for argument in options.pip)]
     made = subprocess.run([sys.executable, "-m", "hf_axonn", "kit", *words], cwd=ROOT)
     steps.append(Step("the kit", made.returncode, time.monotonic() - begin))
-    wrong = []
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
-        machine = Machine(folder / "machine", Path(scratch))
-        copy_clone(machine.clone)
-        sizes = {"kit": measure(kit) if kit.is_dir() else 0.0, "clone": measure(machine.clone)}
-        if not made.returncode:
-            shutil.copytree(kit, machine.clone / "build" / "kit")
-            site = str(Path(scratch) / "site")
-            steps.append(machine.run("install", "bash", "build/kit/install.sh", site))
-            machine.variables["PYTHONPATH"] = site
-            if not steps[-1].code:
-                steps.append(machine.run("smoke", "python3", "-m", "tests.benchmarks.gpu", "--size", "smoke"))
-                steps += [] if options.no_tests else [machine.run("tests", "python3", *TESTS)]
-            wrong = check_out(machine.out)
-        shutil.rmtree(folder / "logs", ignore_errors=True)
-        shutil.copytree(machine.logs, folder / "logs")
+    wrong: list[str] = []
+    if not made.returncode:
+        wrong = run_there(folder, names, steps)
     print("\n" + make_table(steps))
-    print(f"kit {sizes['kit']:.1f} MiB, clone {sizes['clone']:.1f} MiB; together at most {LIMIT_MIB}")
-    if sum(sizes.values()) > LIMIT_MIB:
-        wrong.append(f"kit and clone have {sum(sizes.values()):.1f} MiB")
     for step in steps:
-        wrong += (
-            [f"{step.name} ended with code {step.code}", *(f"  {line}" for line in step.last)] if step.code else []
-        )
+        if step.code:
+            wrong += [f"{step.name} ended with code {step.code}", *(f"  {line}" for line in step.last)]
     print("\n".join(wrong) or "nothing failed")
     return int(bool(wrong))
 
