@@ -3,7 +3,7 @@
 #   PYTHON     the interpreter that .venv is made of, 3.11 or newer
 #   TORCH      the PyTorch requirement; pip prefers a CPU build where one of its indexes has it
 #   PIP_ARGS   more arguments for pip, such as an index that serves CPU (or CUDA, or ROCm) builds
-#   ARGS       more arguments for pytest, as in: make test ARGS="-k goldfish"; of make gpu: --parts, --size, ...
+#   ARGS       more arguments for pytest, as in: make test ARGS="-k goldfish"; of make gpu and make kit: their options
 #   WORKERS    processes that run the files of tests side by side; ARGS="-n 0" runs them in one, for a debugger
 
 PYTHON ?= python3
@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # the module: spread over both workers they would be made twice.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo install test test-slow test-gpu test-versions gpu mutants lint format docs picture wheel clean
+.PHONY: help demo install test test-slow test-gpu test-versions gpu kit rehearsal mutants lint format docs picture wheel clean
 
 help:
 	@echo "make demo       train a language model on Wikipedia articles over a 4D grid, with and without the goldfish"
@@ -29,6 +29,8 @@ help:
 	@echo "make test       the tests; make test-slow and make test-gpu run those that it leaves out"
 	@echo "make test-versions   a short suite with other releases of the libraries, an environment each (docs/versions.md)"
 	@echo "make gpu        everything that only GPUs can tell, tested and measured, in one page (docs/gpu.md)"
+	@echo "make kit        the wheels that a machine without a network needs beside what it has (docs/clusters.md);"
+	@echo "                make rehearsal runs make gpu's smoke size on such a machine, made here"
 	@echo "make mutants    how many small random changes to the code the tests notice; hours, goes on where it stopped"
 	@echo "make lint       ruff, import-linter, mypy, spelling and a count of words; make format rewrites the files"
 	@echo "make docs       the site of docs/, with search and the reference: build/site/index.html"
@@ -62,6 +64,12 @@ test-versions: $(STAMPS)/dev
 # Goes on where it stopped. ARGS="--minutes 9" ends in time, "--parts lora" runs some parts, "--size smoke" all, tiny.
 gpu: $(STAMPS)/dev
 	$(BIN)/python -m tests.benchmarks.gpu $(ARGS)
+
+kit: $(STAMPS)/dev
+	$(BIN)/hf-axonn kit $(addprefix --pip=,$(PIP_ARGS)) $(ARGS)
+
+rehearsal: $(STAMPS)/dev
+	$(BIN)/python -m tests.benchmarks.gpu.rehearsal $(addprefix --pip=,$(PIP_ARGS)) $(ARGS)
 
 # Hours on two cores. What is known is kept in runs/, so that a run that was stopped goes on.
 mutants: $(STAMPS)/dev

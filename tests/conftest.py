@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import time
 from collections.abc import Iterator
@@ -22,6 +23,19 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("tests")
+
+
+# Packages that the extra `test` has beyond `test-gpu`, and the files that import them; `make rehearsal` runs without.
+FILES_OF = {
+    "gguf": ("checkpoint/test_gguf_files.py",),
+    "grimp": ("benchmarks/test_monitoring.py", "repository/test_architecture.py", "repository/test_site.py"),
+    "jsonschema": ("end_to_end/test_kubernetes.py",),
+    "lightning": ("accelerator/test_plugin.py", "lightning"),
+    "lion_pytorch": ("trainer/test_optimizers.py",),
+    "nbformat": ("launch/test_notebooks.py",),
+}
+LEFT_OUT = {package: files for package, files in FILES_OF.items() if importlib.util.find_spec(package) is None}
+collect_ignore = [file for files in LEFT_OUT.values() for file in files]  # read by pytest
 
 
 @pytest.fixture
@@ -79,7 +93,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which files take longest, of a run of many."""
+    """Say which files were left out, and which take longest, of a run of many."""
+    for package, files in LEFT_OUT.items():
+        terminalreporter.line(f"left out, since {package} is not installed: {', '.join(files)}")
     if len(_by_file) < 20:
         return
     terminalreporter.section("processor seconds and seconds by file")

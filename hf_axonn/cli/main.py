@@ -11,6 +11,7 @@
     hf-axonn certify --config FILE --model MODEL    does a parallel run compute what one process would: 0 yes, 1 no
     hf-axonn plan                           the grid for a model, a machine and a number of GPUs
     hf-axonn bench-links --output FILE      measure this machine for a plan; under torchrun, on many processes
+    hf-axonn kit --have FILE                the wheels that a machine without a network needs beside what it has
 
 Bad input ends with exit code 2 and a message.
 """
@@ -23,6 +24,7 @@ import sys
 from hf_axonn.cli.certify import add_certify, run_certify
 from hf_axonn.cli.doctor import add_doctor, run_doctor
 from hf_axonn.cli.init import add_init, run_init
+from hf_axonn.cli.kit import add_kit, run_kit
 from hf_axonn.cli.plan import add_bench_links, add_plan, run_bench_links, run_plan
 from hf_axonn.cli.scripts import SCRIPTS, run_script
 from hf_axonn.compat.arguments import Parser
@@ -51,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_certify(commands)
     add_plan(commands)
     add_bench_links(commands)
+    add_kit(commands)
     words = sys.argv[1:] if arguments is None else arguments
     if words and words[0] in SCRIPTS:  # their options are their own
         return run_script(words[0], words[1:])
@@ -65,6 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
             "certify": run_certify,
             "plan": run_plan,
             "bench-links": run_bench_links,
+            "kit": run_kit,
         }
         return run[options.command](options)
     except (ValueError, OSError) as problem:

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 
 if find_spec("lightning") is None:
-    raise ImportError(
-        "hf_axonn's strategies need Lightning, which is not installed: pip install 'hf_axonn[lightning]'"
+    raise ModuleNotFoundError(
+        "hf_axonn's strategies need Lightning, which is not installed: pip install 'hf_axonn[lightning]'",
+        name="lightning",
     )

@@ -20,6 +20,7 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import accelerate_options
 from hf_axonn_eval.__main__ import main as eval_main
 from tests.benchmarks.gpu.__main__ import main as gpu_main
+from tests.benchmarks.gpu.rehearsal import main as rehearsal_main
 from tests.helpers import ROOT
 from tests.tools.documents import DOCUMENTS, FENCE, SHELL, Block, blocks, defined_in
 from tests.versions.environments import main as versions_main
@@ -34,6 +35,7 @@ DOTTED = re.compile(r"\bhf_axonn(?:_eval|_scripts)?(?:\.[A-Za-z_]\w*)+")
 TRAINING = {name: f"hf_axonn_scripts.{name}" for name in ("finetune", "finetune_no_trainer", "finetune_chat")}
 TRAINING["study"] = "hf_axonn_scripts.study.study"
 EVAL, LAUNCH, CLI, GPU, VERSIONS = "hf_axonn_eval", "launch", "hf-axonn", "gpu", "versions"
+REHEARSAL = "rehearsal"
 PROGRAMS = {
     ("accelerate", "launch"): LAUNCH,
     ("accelerate-launch",): LAUNCH,
@@ -46,6 +48,7 @@ PROGRAMS = {
     ("hf-axonn", "study"): "study",
     ("hf-axonn",): CLI,
     ("python", "-m", "tests.benchmarks.gpu"): GPU,
+    ("python", "-m", "tests.benchmarks.gpu.rehearsal"): REHEARSAL,
     ("python", "-m", "tests.versions.environments"): VERSIONS,
 }
 
@@ -188,12 +191,15 @@ def options_in(text: str) -> set[str]:
 @pytest.fixture(scope="module")
 def options() -> dict[str, set[str]]:
     """What each program takes, with underscores, as its own --help says."""
-    own = _help(hf_axonn_main, "", "init", "convert", "verify", "env", "doctor", "certify", "plan", "bench-links")
+    own = _help(
+        hf_axonn_main, "", "init", "convert", "verify", "env", "doctor", "certify", "plan", "bench-links", "kit"
+    )
     known = {CLI: own}
     names = ("samples", "overlaps", "extract", "report", "compare", "tokens", "canaries make", "canaries rank")
     names += ("bundle", "verify", "export")
     known[EVAL] = _help(eval_main, "", *names)
     known[GPU] = _help(gpu_main, "")
+    known[REHEARSAL] = _help(rehearsal_main, "")
     known[VERSIONS] = _help(versions_main, "")
     known[LAUNCH] = options_in(" ".join(accelerate_options())) | {"--config"}
     pytest.importorskip("datasets", reason="training scripts need the extra `data`")
