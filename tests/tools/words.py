@@ -75,9 +75,12 @@ def find_doubled_words(text: str, line: int = 1) -> Iterator[tuple[int, str, str
 
 def _judge_function(node: FUNCTIONS) -> Iterator[tuple[int, str, str]]:
     name = node.name.strip("_")
+    decorators = {ast.unparse(line).partition("(")[0] for line in node.decorator_list}
+    if "deprecated" in decorators:  # the name of before
+        return
     if re.search(r"^_?of(_|$)", node.name):
         yield node.lineno, "functions", node.name
-    elif not STATES & {ast.unparse(line).partition("(")[0] for line in node.decorator_list} and name not in VERBS:
+    elif not STATES & decorators and name not in VERBS:
         if name in PARTICIPLES or re.fullmatch(r"[a-z]{2,}ed", name):
             yield node.lineno, "functions", node.name
 
