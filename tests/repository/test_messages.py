@@ -10,6 +10,7 @@ from tests.helpers import ROOT
 # Launchers and commands, what ends a run, and programs that are started by `python -m`.
 PRINTS = (
     "hf_axonn/cli/",
+    "hf_axonn/kit/try_imports.py",
     "hf_axonn/launch/",
     "hf_axonn/compat/completion.py",
     "hf_axonn/distributed/watchdog/watchdog.py",
