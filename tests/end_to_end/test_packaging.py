@@ -137,6 +137,7 @@ def test_the_wheel_holds_every_module(wheel):
     names = set(wheel.namelist())
     folder = FOLDERS["hf_axonn"]
     machines = {f"hf_axonn/{path.relative_to(folder)}" for path in folder.rglob("*.json")}
+    kits = {"hf_axonn/kit/install.sh"}
     names_of_templates = ("base.html", "map.css", "page.css", "page.html", "parts.html")
     templates = {f"hf_axonn_eval/report/templates/{name}" for name in names_of_templates}
     folder = FOLDERS["hf_axonn_eval"]
@@ -147,7 +148,7 @@ def test_the_wheel_holds_every_module(wheel):
     scripts = {f"hf_axonn_scripts/{path.relative_to(folder)}" for path in files}
     assert {"axonn.yaml", "task.sh", "node.sh", "study.html", "cpu.yaml"} <= {path.name for path in files}
     marks = {f"{package}/{name}" for package in ("hf_axonn", "hf_axonn_eval") for name in ("py.typed", "__init__.pyi")}
-    assert expected | machines | templates | protocols | scripts | marks == {
+    assert expected | machines | kits | templates | protocols | scripts | marks == {
         name for name in names if ".dist-info/" not in name
     }
     assert any(re.fullmatch(r"hf_axonn-.*\.dist-info/(licenses/)?LICENSE", name) for name in names)
