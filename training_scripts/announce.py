@@ -30,13 +30,17 @@ from hf_axonn.goldfish.trainer import make_mask
 from hf_axonn_scripts.data import DataArguments, Rows
 
 
-FIRST = int(os.environ.get("RANK", "0")) == 0
 MEASURED_ROWS = 64  # on so many the share of dropped labels is counted
+
+
+def is_first() -> bool:
+    """Return whether this is the first process of the run."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def say(*lines: str) -> None:
     """Print lines, on the first process alone."""
-    if FIRST:
+    if is_first():
         print(*lines, sep="\n", flush=True)
 
 
@@ -45,12 +49,12 @@ def use_terminal() -> bool:
 
     Python's warnings are those of the first process, because the others have the same.
     """
-    if not FIRST:
+    if not is_first():
         warnings.simplefilter("ignore")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     terminal = sys.stderr.isatty()
-    if not (terminal and FIRST):
+    if not (terminal and is_first()):
         transformers.utils.logging.disable_progress_bar()
         datasets.disable_progress_bars()
     return terminal
@@ -154,7 +158,7 @@ class Announcement(TrainerCallback):
         """Print the model, the grid, the loss and the steps."""
         trainer, model = self.trainer, self.trainer.accelerator.unwrap_model(self.trainer.model)
         rows, share = trainer.train_dataset, None
-        if FIRST and args.goldfish:
+        if is_first() and args.goldfish:
             some = [rows[place] for place in range(min(len(rows), MEASURED_ROWS))]
             share = dropped_share(args, trainer.data_collator(some))
         parallel = parallel_state(model)
@@ -186,7 +190,7 @@ def say_saved(output: Path, args: DataArguments | None = None, columns: Sequence
         args: data that it was trained on.
         columns: columns of the data; with id and text they are documents that samples can be made of.
     """
-    if not FIRST:
+    if not is_first():
         return
     form, commands = "an ordinary model directory", []
     if (output / MANIFEST).is_file():

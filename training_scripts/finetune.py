@@ -31,7 +31,7 @@ from transformers import (
 import hf_axonn
 from hf_axonn import AxonnConfig, GoldfishConfig, GoldfishTrainer
 from hf_axonn.engine.documents import why_documents_mix
-from hf_axonn_scripts.announce import FIRST, Announcement, say_data, say_saved, say_used, use_terminal
+from hf_axonn_scripts.announce import Announcement, is_first, say_data, say_saved, say_used, use_terminal
 from hf_axonn_scripts.data import DataArguments, Rows, largest_id, load_rows
 
 
@@ -71,14 +71,14 @@ class Parser(HfArgumentParser):
     """The options of all three classes. In a launch with several processes only the first one talks."""
 
     def print_help(self, file=None):
-        if FIRST:
+        if is_first():
             super().print_help(file)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: {message}\n--help lists all options.\n")
 
     def exit(self, status=0, message=None):
-        super().exit(status, message if FIRST else None)
+        super().exit(status, message if is_first() else None)
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
