@@ -6,7 +6,6 @@ as installed ones, by metadata alone, and its dry run says which wheels are need
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -61,14 +60,15 @@ class PipThere:
         self.machine, self.built = machine, built
         self._interpreter, self._arguments, self._scratch = interpreter, arguments, scratch
         self._there = scratch / "there"
-        pip = importlib.util.find_spec("pip")
-        if pip is None or pip.origin is None or Version(version("pip")) < Version(OLDEST_PIP):
+        found = list(distributions(name="pip"))  # find_spec would take setuptools its distutils
+        release = found[0].version if found else "none"
+        if not found or Version(release) < Version(OLDEST_PIP):
             raise ValueError(
-                f"a kit needs pip {OLDEST_PIP} or newer, and {sys.executable} has "
-                f"{'none' if pip is None else version('pip')}: run {sys.executable} -m pip install --upgrade pip"
+                f"a kit needs pip {OLDEST_PIP} or newer, and {sys.executable} has {release}: "
+                f"run {sys.executable} -m pip install --upgrade pip"
             )
         self._there.mkdir()
-        (self._there / "pip").symlink_to(Path(pip.origin).parent)
+        (self._there / "pip").symlink_to(Path(str(found[0].locate_file("pip"))))
         for name, release in machine.packages.items():
             metadata = self._there / f"{name.replace('-', '_')}-{release}.dist-info" / "METADATA"
             metadata.parent.mkdir()
