@@ -23,9 +23,8 @@ from hf_axonn.kit.try_imports import try_imports
 from tests.helpers import ROOT
 
 
-if Version(importlib.metadata.version("pip")) < Version(
-    OLDEST_PIP
-):  # not by importing it: it brings a distutils of its own
+PIP = importlib.metadata.version("pip")  # to import it would take setuptools its distutils
+if Version(PIP) < Version(OLDEST_PIP):
     pytest.skip(f"a kit needs pip {OLDEST_PIP}", allow_module_level=True)
 VERSIONS = "def check_versions():\n    {}\n"
 
