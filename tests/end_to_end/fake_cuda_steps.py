@@ -43,8 +43,10 @@ PIPED = Grid(pipe=2, z=2, y=2, x=2)
 ROWS, SEQ = 4, 16
 EXPERTS = dict(num_experts=8, num_local_experts=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
+# One layer where layers are alike; `plain` and `stage` have two.
 SIZES = {
-    "gpt2": dict(n_embd=48, n_head=12, n_layer=2, n_inner=40, n_positions=64),
+    "llama": dict(num_hidden_layers=1),
+    "gpt2": dict(n_embd=48, n_head=12, num_hidden_layers=1, n_inner=40, n_positions=64),
     "deepseek_v3": LATENT | dict(n_group=2, topk_group=1, num_key_value_heads=12, first_k_dense_replace=1),
 }
 
@@ -80,11 +82,12 @@ def train(model, reads: HostReads, fault=lambda: None) -> None:
 
 
 def plain(kind: str, reads: HostReads) -> None:
-    train(parallelize(make_fake(kind), GRID)[0], reads)
+    train(parallelize(make_fake(kind, num_hidden_layers=2), GRID)[0], reads)
 
 
 def stage(kind: str, reads: HostReads, schedule: str = "1f1b") -> None:
-    model, _ = parallelize(make_fake(kind), PIPED, config=AxonnConfig(grid=PIPED, schedule=schedule))
+    config = AxonnConfig(grid=PIPED, schedule=schedule)
+    model, _ = parallelize(make_fake(kind, num_hidden_layers=2), PIPED, config=config)
     train(model, reads)
 
 

@@ -15,17 +15,9 @@ from tests.helpers import fake_cuda
 
 
 STEPS = "tests.end_to_end.fake_cuda_steps"
-QUICK = ["llama", "gpt2-dropout", "mixtral", "llama-reentrant", "llama-lora"]
-QUICK += ["llama-first_stage", "mixtral-zero_bubble"]
-QUICK += [
-    "llama-accelerate",
-    "llama-fp16",
-    "gpt2-default_device",
-    "llama-trainer",
-    "llama-goldfish",
-    "llama-evaluate",
-    "qwen3_moe-sample",
-]
+QUICK = ["llama", "mixtral", "llama-reentrant", "llama-lora", "mixtral-zero_bubble"]
+# fp16 is by Accelerate, goldfish by a Trainer, default_device with dropout.
+QUICK += ["llama-fp16", "gpt2-default_device", "llama-goldfish", "llama-evaluate", "qwen3_moe-sample"]
 SLOW = ["gpt2", "starcoder2", "gemma2", "olmo2", "phi3", "mamba", "qwen3_moe", "deepseek_v3"]
 # Of checkpoints the reentrant ones are those that the host reads for, so one of them is quick.
 SLOW += [
@@ -36,8 +28,8 @@ SLOW += [
     "starcoder2-dropout",
     "gpt2-lora",
 ]
-SLOW += ["mixtral-accelerate", "mixtral-trainer", "gpt2-trainer", "mixtral-evaluate"]
-SLOW += ["mixtral-first_stage", "gpt2-last_stage", "gemma2-zero_bubble"]
+SLOW += ["llama-accelerate", "mixtral-accelerate", "llama-trainer", "mixtral-trainer", "gpt2-trainer"]
+SLOW += ["gpt2-dropout", "mixtral-evaluate", "llama-first_stage", "mixtral-first_stage", "gpt2-last_stage", "gemma2-zero_bubble"]
 SLOW += ["mixtral-many_foreign", "qwen3_moe-one_expert", "llama-generate", "qwen3_moe-generate", "mamba-generate"]
 FAULTS = ["llama-host_read", "llama-two_devices", "-one_of_each", "-nothing_read", "-refused_by_nccl"]
 ALSO = ["llama-products", "llama-streams", "-large_by_gloo"]
@@ -157,7 +149,7 @@ def test_what_waits_for_nothing_is_no_read(quick):
     assert by_phase(quick["-nothing_read"]["found"]) == {"nothing": 0}
 
 
-@pytest.mark.parametrize("name", named(["llama", "gpt2-dropout", "phi3"]))
+@pytest.mark.parametrize("name", named(["llama", "gpt2-default_device", "gpt2-dropout", "phi3"]))
 def test_the_layout_of_heads_is_not_read_back(result):
     """Where a model is made parallel, numbers go to the device and do not come back one by one."""
     assert [line for line in result["found"]["start"] if line[1] != "copy to the device"] == []
