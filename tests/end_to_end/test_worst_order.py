@@ -240,13 +240,11 @@ def check(cases, folder, timeout=240, world=4):
     return kinds
 
 
-# Every axis, and both branches; each mode on every grid is slow.
+# Every axis, and both branches; each mode on every grid is slow, and a bare loop of Accelerate, which Trainer has.
 QUICK = [
     (Grid(z=2, x=2), "plain", "nccl", "none", True),
-    (Grid(z=2, y=2), "frozen weights", "gloo", "none", False),
-    (Grid(data=2, z=2), "plain", "gloo", "all", False),
+    (Grid(data=2, z=2), "frozen weights", "gloo", "all", False),
     (Grid(y=2, x=2), "MoE", "gloo", "none", False),
-    (Grid(z=2, x=2), "Accelerate", "nccl", "none", True),
     (Grid(data=2, y=2), "Trainer, bf16", "gloo", "none", True),
     (Grid(pipe=2, z=2), "zero bubble", "nccl", "none", False),
 ]
