@@ -29,7 +29,14 @@ SLOW += [
     "gpt2-lora",
 ]
 SLOW += ["llama-accelerate", "mixtral-accelerate", "llama-trainer", "mixtral-trainer", "gpt2-trainer"]
-SLOW += ["gpt2-dropout", "mixtral-evaluate", "llama-first_stage", "mixtral-first_stage", "gpt2-last_stage", "gemma2-zero_bubble"]
+SLOW += [
+    "gpt2-dropout",
+    "mixtral-evaluate",
+    "llama-first_stage",
+    "mixtral-first_stage",
+    "gpt2-last_stage",
+    "gemma2-zero_bubble",
+]
 SLOW += ["mixtral-many_foreign", "qwen3_moe-one_expert", "llama-generate", "qwen3_moe-generate", "mamba-generate"]
 FAULTS = ["llama-host_read", "llama-two_devices", "-one_of_each", "-nothing_read", "-refused_by_nccl"]
 ALSO = ["llama-products", "llama-streams", "-large_by_gloo"]
