@@ -154,7 +154,12 @@ def message(output: str) -> str:
             marks=pytest.mark.slow,
         ),
         ("sample", [2, 3], r"raised in step 3: ValueError: ranks 2 and 3 got the token id 131 at \[0, 3\]"),
-        ("memory", [0, 1, 2, 3], r"rank [0123] .* raised in step 3: OutOfMemoryError"),
+        pytest.param(
+            "memory",
+            [0, 1, 2, 3],
+            r"rank [0123] .* raised in step 3: OutOfMemoryError",
+            marks=pytest.mark.slow,
+        ),
         ("killed", [2], r"rank 2 .* died or froze in step 3: no answer .*; ranks 0, 1 and 3 waited for it"),
         pytest.param(
             "frozen",
@@ -162,7 +167,12 @@ def message(output: str) -> str:
             r"rank 1 .* died or froze in step 3: no answer .*; ranks 0, 2 and 3 waited for it",
             marks=pytest.mark.slow,
         ),
-        ("leaves", [1], r"ended before the others, which are in step 3: rank 1 .* ended its script, 2 steps done"),
+        pytest.param(  # as the one below, whose message says more
+            "leaves",
+            [1],
+            r"ended before the others, which are in step 3: rank 1 .* ended its script, 2 steps done",
+            marks=pytest.mark.slow,
+        ),
         (
             "alone",
             [1, 2, 3],
@@ -204,11 +214,12 @@ def test_a_rank_that_fails_in_a_step_is_named_and_all_end(tmp_path, how, failing
             2,
             r"rank 2 \(.*stage 1 of 2\) raised in step 3, forward of micro-batch 0 in stage 1: FloatingPointError",
         ),
-        (
+        pytest.param(
             "killed",
             3,
             r"rank 3 \(.*pipe=1, stage 1 of 2\) died or froze in step 3: .* ranks 0, 1 and 2 waited for it .*"
             r"ranks 0 and 1 after forward of micro-batch 1 in stage 0; rank 2 after forward of micro-batch 0 in stage",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "hangs",
@@ -315,6 +326,7 @@ def test_torchrun_ends_the_other_rank_but_not_before_the_message_of_one_that_was
     assert re.search("rank 1 .* died or froze before the first step", message(ended.output)), ended.output
 
 
+@pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_end(tmp_path):
     ended = waiting(tmp_path, "launcher", "SIGKILL")
     assert ended.code == -signal.SIGKILL and not ended.left, ended.output[-3000:]
