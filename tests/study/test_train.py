@@ -110,7 +110,7 @@ def test_base_learns_and_is_evaluated_on_the_way(with_base):
     assert loaded.tokenizer.eos_token_id == loaded.model.config.eos_token_id
 
 
-@pytest.mark.parametrize("grid", [None, Z2], ids=["one process", "z=2"])
+@pytest.mark.parametrize("grid", [pytest.param(None, marks=pytest.mark.slow), Z2], ids=["one process", "z=2"])
 def test_base_is_the_same_on_every_grid(with_base, with_data, tmp_path, grid):
     other = with_data.copy(tmp_path)
     torch.manual_seed(20)  # what forks of this process would draw is not what those of the fixture did
@@ -257,7 +257,7 @@ def killed(with_base, tmp_path_factory):
     [
         pytest.param(X2, X2, id="x=2"),
         pytest.param(None, None, id="one", marks=pytest.mark.slow),
-        pytest.param(X2, None, id="x=2 to one"),
+        pytest.param(X2, None, id="x=2 to one", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_goes_on(with_base, with_run, killed, tmp_path, monkeypatch, first, second):
@@ -347,7 +347,7 @@ def utility_alone(with_run, tmp_path_factory):
     return utility_of(with_run.copy(tmp_path_factory.mktemp("utility")), None)
 
 
-@pytest.mark.parametrize("grid", [X2, Z2], ids=["x=2", "z=2"])
+@pytest.mark.parametrize("grid", [pytest.param(X2, marks=pytest.mark.slow), Z2], ids=["x=2", "z=2"])
 def test_utility_on_a_grid_is_that_of_one_process(with_run, utility_alone, tmp_path, grid):
     found = utility_of(with_run.copy(tmp_path), grid)
     assert found.keys() == utility_alone.keys() == {"base", "k2-s0"}
