@@ -71,7 +71,21 @@ def place(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+# Of two commands that come by the same imports one is quick.
+SLOW = {
+    "hf-axonn --version",
+    "hf-axonn init --yes --force --machine dgx-h100 --model gpt-5b",
+    f"hf-axonn {PLAN} gpt-5b",
+    "hf-axonn-eval --help",
+    "hf-axonn-eval samples --documents absent.jsonl --tokenizer absent --output s.jsonl",
+    "hf-axonn-eval export --samples samples.jsonl --tokenizer tokenizer --format lm-eval --output e",
+}
+assert SLOW < COMMANDS.keys()
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=[pytest.mark.slow] if line in SLOW else []) for line in COMMANDS]
+)
 def test_a_command_imports_what_it_needs(place, line):
     program, *words = line.split()
     code = PROGRAM.format(heavy=sorted(HEAVY))
