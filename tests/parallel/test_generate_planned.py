@@ -17,7 +17,7 @@ GRIDS = [Grid(y=2, x=2), Grid(z=2, x=2)]
 TOGETHER = 15  # models that are held at once
 # Its attention bias for padding has no float64.
 UNABLE = {"xglm"}
-FEW = ["gpt2", "mixtral", "deepseek_v3", "bloom", "olmo2", "opt"]
+FEW = ["gpt2", "mixtral", "deepseek_v3", "bloom"]
 
 
 def write(model, prompts):
