@@ -240,7 +240,9 @@ def test_a_grid_that_fills_no_nodes_is_refused(cluster):
     assert not list((cluster / "jobs").iterdir())
 
 
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize(
+    "site", [pytest.param(site, marks=[] if site in ("cluster", "frontier") else pytest.mark.slow) for site in SITES]
+)
 def test_the_shell_finds_nothing_wrong(cluster, site):
     """In what is written for each site, in a folder whose name has a space, and in what it calls."""
     recipe = recipe_for(cluster, 4)
