@@ -175,7 +175,7 @@ def test_every_case_equals_one_process(folder, truths, grid):
     check(folder, truths, [(grid, case) for case in CASES if case != TWICE or grid.dp_size == 1])
 
 
-def _nothing_whole_travels(folder: Path) -> None:
+def _nothing_whole_travels(folder: Path, grid: Grid) -> None:
     vocabulary, whole, totals = 4001, DTensor.full_tensor, Counter()
 
     def note_whole(tensor, **options):
@@ -187,25 +187,24 @@ def _nothing_whole_travels(folder: Path) -> None:
         totals["largest " + kind] = max(totals["largest " + kind], payload // 8)
 
     head = vocabulary * 48
-    for grid in (Grid(z=2, x=2), Grid(data=2, z=2)):
-        models = [tiny_model("llama", vocab_size=vocabulary, seed=seed) for seed in (0, 5)]
-        trainer = make_dpo(folder, folder / "whole", grid, model=models[0], ref_model=models[1], max_steps=1)
-        with pytest.MonkeyPatch.context() as patch, observe(note):
-            patch.setattr(DTensor, "full_tensor", note_whole)
-            totals.clear()
-            trainer.train()
-        own = sum(parameter.to_local().numel() for parameter in trainer.model.parameters())
-        assert trainer.ref_model.axonn.grid == grid
-        # Neither logits nor a head: over z the shards of a part of the vocabulary are gathered.
-        assert totals["whole"] < 48 and totals["largest all_gather"] <= head // (2 * grid.x) + 48
-        if grid.data > 1:  # gradients of the policy alone are averaged
-            assert own <= totals["all_reduce"] < 1.1 * own
-        else:
-            assert totals["largest all_reduce"] < head // 4
+    models = [tiny_model("llama", vocab_size=vocabulary, seed=seed) for seed in (0, 5)]
+    trainer = make_dpo(folder, folder / "whole", grid, model=models[0], ref_model=models[1], max_steps=1)
+    with pytest.MonkeyPatch.context() as patch, observe(note):
+        patch.setattr(DTensor, "full_tensor", note_whole)
+        trainer.train()
+    own = sum(parameter.to_local().numel() for parameter in trainer.model.parameters())
+    assert trainer.ref_model.axonn.grid == grid
+    # Neither logits nor a head: over z the shards of a part of the vocabulary are gathered.
+    assert totals["whole"] < 48 and totals["largest all_gather"] <= head // (2 * grid.x) + 48
+    if grid.data > 1:  # gradients of the policy alone are averaged
+        assert own <= totals["all_reduce"] < 1.1 * own
+    else:
+        assert totals["largest all_reduce"] < head // 4
 
 
-def test_no_head_is_gathered_and_no_reference_is_averaged(folder):
-    run_ranks(_nothing_whole_travels, 4, folder)
+@pytest.mark.parametrize("grid", [Grid(data=2, z=2), pytest.param(Grid(z=2, x=2), marks=pytest.mark.slow)], ids=str)
+def test_no_head_is_gathered_and_no_reference_is_averaged(folder, grid):
+    run_ranks(_nothing_whole_travels, 4, folder, grid)
 
 
 def _hashes() -> None:
