@@ -68,7 +68,7 @@ CASES = {
 # Cases that the quick tests below run on grids.
 QUICK = {
     Grid(x=2): ("a reference model", "GRPO, adapters, twice"),
-    Grid(z=2): ("adapters", "rewards", "GRPO", "RLOO, adapters, a model's rewards"),
+    Grid(z=2): ("experts with auxiliary loss", "rewards", "GRPO", "RLOO, adapters, a model's rewards"),
     Grid(data=2): ("precomputed", "KTO"),
 }
 TWICE = "GRPO, adapters, twice"  # what is in a micro-batch depends on the data-parallel ranks, also in TRL
