@@ -326,7 +326,6 @@ def test_torchrun_ends_the_other_rank_but_not_before_the_message_of_one_that_was
     assert re.search("rank 1 .* died or froze before the first step", message(ended.output)), ended.output
 
 
-@pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_end(tmp_path):
     ended = waiting(tmp_path, "launcher", "SIGKILL")
     assert ended.code == -signal.SIGKILL and not ended.left, ended.output[-3000:]
