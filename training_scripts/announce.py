@@ -27,15 +27,11 @@ from hf_axonn.engine.documents import document_fields, find_document_ids
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.goldfish.table import load_table
 from hf_axonn.goldfish.trainer import make_mask
+from hf_axonn_scripts import is_first
 from hf_axonn_scripts.data import DataArguments, Rows
 
 
 MEASURED_ROWS = 64  # on so many the share of dropped labels is counted
-
-
-def is_first() -> bool:
-    """Return whether this is the first process of the run."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def say(*lines: str) -> None:

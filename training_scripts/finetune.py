@@ -31,7 +31,8 @@ from transformers import (
 import hf_axonn
 from hf_axonn import AxonnConfig, GoldfishConfig, GoldfishTrainer
 from hf_axonn.engine.documents import why_documents_mix
-from hf_axonn_scripts.announce import Announcement, is_first, say_data, say_saved, say_used, use_terminal
+from hf_axonn_scripts import is_first
+from hf_axonn_scripts.announce import Announcement, say_data, say_saved, say_used, use_terminal
 from hf_axonn_scripts.data import DataArguments, Rows, largest_id, load_rows
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_axonn.checkpoint.partition import Box, SavedTensor, Writers, box_at, overlap, shards_in
 from hf_axonn.compat.torch import grid_of
-from hf_axonn.engine.dtensors import local, mesh_slices, sharded_dims
+from hf_axonn.engine.dtensors import local, mesh_slices, weight_dims
 from hf_axonn.topology.grid import WEIGHT_AXES, Grid
 
 
@@ -59,7 +59,7 @@ def describe(tensor: Tensor) -> SavedTensor:
     """
     if tensor.dtype not in NAMES:
         raise ValueError(f"a tensor of {tensor.dtype} cannot be saved: safetensors has no such type.")
-    dims: dict[str, int | None] = {}
+    dims: tuple[int | None, ...] = (None,) * len(WEIGHT_AXES)
     if isinstance(tensor, DTensor):
         grid = grid_of(tensor.device_mesh)
         if grid is None or not all(type(placement) in (Shard, Replicate) for placement in tensor.placements):
@@ -67,8 +67,8 @@ def describe(tensor: Tensor) -> SavedTensor:
                 f"a DTensor with the placements {tensor.placements} on {tensor.device_mesh} cannot be saved: "
                 "redistribute it first."
             )
-        dims = dict(zip(grid.storage_axes, sharded_dims(tensor.placements), strict=True))
-    return SavedTensor(tuple(tensor.shape), NAMES[tensor.dtype], tuple(dims.get(axis) for axis in WEIGHT_AXES))
+        dims = weight_dims(tensor.placements, grid)
+    return SavedTensor(tuple(tensor.shape), NAMES[tensor.dtype], dims)
 
 
 def byte_sizes(tensors: Mapping[str, SavedTensor]) -> dict[str, int]:

@@ -22,6 +22,15 @@ def sharded_dims(placements: Sequence[Placement]) -> tuple[int | None, ...]:
     return tuple(placement.dim if isinstance(placement, Shard) else None for placement in placements)
 
 
+def weight_dims(placements: Sequence[Placement], grid: Grid) -> tuple[int | None, ...]:
+    """Return the dim that each of WEIGHT_AXES (y, x, z) shards, None where it replicates or has one rank.
+
+    `placements` are those of the storage mesh of `grid`.
+    """
+    dims = dict(zip(grid.storage_axes, sharded_dims(placements), strict=True))
+    return tuple(dims.get(axis) for axis in WEIGHT_AXES)
+
+
 def local_slices(shape: Sequence[int], placements: Sequence[Placement], place: GridPosition) -> tuple[slice, ...]:
     """Return the slice of a global tensor that lies at `place`; `placements` are those of the storage mesh. No
     communication."""

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.compat.bitsandbytes import Parts, dequantize, quantize, scales_in_8_bits
 from hf_axonn.compat.torch import apply_of_class
 from hf_axonn.distributed.mesh import GridMesh
-from hf_axonn.engine.dtensors import sharded_dims
+from hf_axonn.engine.dtensors import weight_dims
 from hf_axonn.engine.sharded_weight import ShardedWeight
 from hf_axonn.engine.weight_layout import WeightLayout
 from hf_axonn.topology.local_slices import slices_at
@@ -199,10 +199,9 @@ class FourBitWeight(ShardedWeight):
         parameter: Any = self.parameter
         self._bits: FourBit = parameter.four_bit
         # Rows, and blocks of a row, that the ranks of z have together.
-        dims = dict(zip(mesh.grid.storage_axes, sharded_dims(parameter.placements), strict=True))
-        sharded, y, x = (dims.get("y"), dims.get("x")), "y", "x"
+        dims, y, x = weight_dims(parameter.placements, mesh.grid)[:2], "y", "x"
         shape = self._bits.rows, self._bits.cols // self._bits.block
-        self._part = slices_at(shape, sharded, (mesh.size(y), mesh.size(x)), (mesh.index(y), mesh.index(x)))
+        self._part = slices_at(shape, dims, (mesh.size(y), mesh.size(x)), (mesh.index(y), mesh.index(x)))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -28,7 +28,7 @@ ROWS = 16
 
 
 def small_model():
-    """Of one layer: a loop does the same with each."""
+    """Make a model of one layer: a loop does the same with each."""
     return tiny_model("llama", num_hidden_layers=1)
 
 

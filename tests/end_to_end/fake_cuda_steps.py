@@ -301,7 +301,7 @@ def nothing_read(_: str, reads: HostReads) -> None:
 
 
 def refused_by_nccl(_: str, reads: HostReads) -> None:
-    """What the `fake` backend takes, and NCCL does not."""
+    """Send what the `fake` backend takes and NCCL does not, and see that it is refused."""
     group, value = dist.group.WORLD, torch.ones(4, 4, device="cuda")
     ways = {
         "tensors of GPUs only": torch.ones(4, device="cpu"),

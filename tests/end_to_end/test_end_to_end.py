@@ -106,7 +106,7 @@ def assert_as_one_process(folder: Path, output: str, one_process: list[dict]) ->
 
 
 def test_a_grid_logs_what_one_process_logs(folder, one_process):
-    """In forks; README's blocks launch the same script, which trains and saves (test_tutorials.py)."""
+    """Run finetune in forks; README's blocks launch the same script, which trains and saves (test_tutorials.py)."""
     done = forked(folder, Grid(x=2), *arguments(folder, "forked", rows=8))
     assert_quiet(done)
     assert done.output.count("\nsaved ") == 1 and "100%" not in done.output  # no progress bars in a file

@@ -63,7 +63,7 @@ class Issued:
 
 
 class AsTheyAre:
-    """What a collective reads and fills: the engine's own tensors, as they are when it runs."""
+    """The tensors that a collective reads and fills: the engine's own tensors, as they are when it runs."""
 
     def __init__(self, sent: Sequence[Tensor], room: Sequence[Tensor]) -> None:
         self.sent, self.room = sent, room

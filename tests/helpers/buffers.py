@@ -224,8 +224,10 @@ class Buffers(TorchDispatchMode):
 
 @functools.cache
 def kinds_of(func: Any) -> dict[str, tuple[bool, bool]]:
-    """Whether an operator writes and whether it reads each of its arguments. With an alias that is not written the
-    result is a view, and nothing is read."""
+    """Return whether an operator writes and whether it reads each of its arguments.
+
+    With an alias that is not written the result is a view, and nothing is read.
+    """
     metadata = func.__name__.startswith(METADATA + OF_WAITS)
     aliases = {argument.name: argument.alias_info for argument in func._schema.arguments}
     return {

@@ -146,7 +146,7 @@ def test_unreadable_launch_files(file):
 
 
 def assert_given(rank):
-    """What a rank was given by a launch of GOOD that ends with `script.py --config mine`."""
+    """Assert what a rank was given by a launch of GOOD that ends with `script.py --config mine`."""
     assert rank["AXONN_CONFIG"].startswith('{"grid": {"data": 1, "z": 1, "y": 1, "x": 2}')
     assert rank["AXONN_LAUNCH_FILE"] == "axonn.yaml"
     assert rank["argv"] == ["--config", "mine"]

@@ -14,7 +14,7 @@ STREAMS = {"Stream", "stream", "set_stream", "wait_stream", "ExternalStream", "d
 
 
 def constants(node: ast.expr) -> Iterator[object]:
-    """Of an expression, or of what it lists."""
+    """Yield the constants of an expression, or of what it lists."""
     for each in node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]:
         if isinstance(each, ast.Constant):
             yield each.value

@@ -35,7 +35,7 @@ NAMES = ("heat.png", "repetitions.png", "sizes.png", "slopes.png", "goldfish.png
 
 
 def test_every_figure_is_drawn_and_said(content, tmp_path):
-    """With a name that is no formula, which raises where it is taken for one."""
+    """Draw with a name that is no formula, which raises where it is taken for one."""
     said = figures.draw(json.loads(json_text(content).replace('"XS"', '"$x^$"')), tmp_path)
     assert tuple(said) == NAMES and all(text.endswith(".") and len(text) > 50 for text in said.values())
     for name in NAMES:

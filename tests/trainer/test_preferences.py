@@ -84,7 +84,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def truths(folder) -> Callable:
-    """What a case is on one process, with TRL's own head; with KL terms it depends on the data-parallel ranks."""
+    """Train a case on one process, with TRL's own head; with KL terms it depends on the data-parallel ranks."""
     import trl.trainer.utils as utils
 
     @functools.cache

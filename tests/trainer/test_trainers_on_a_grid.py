@@ -192,7 +192,7 @@ def _bf16(folder: Path, grid: Grid, options: dict, truth: list[float]) -> None:
     trainer = make_trainer(folder / "grid", grid, model=tiny_model("qwen3", dtype=torch.float32), **options)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses == pytest.approx(truth, rel=5e-3), (losses, truth)
+    assert losses == pytest.approx(truth, rel=5e-3), (losses, truth)  # bfloat16 rounds to 4e-3
     assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
 
 

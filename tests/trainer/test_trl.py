@@ -85,7 +85,7 @@ def run(output: Path, grid: Grid | None, case: str):
 
 @pytest.fixture(scope="module")
 def truths(tmp_path_factory) -> Callable:
-    """What a case is on one process, with TRL's own head and goldfish where there is one."""
+    """Train a case on one process, with TRL's own head and goldfish where there is one."""
     import trl.trainer.utils as utils
 
     folder = tmp_path_factory.mktemp("truths")

@@ -55,7 +55,7 @@ def find_machine() -> Machine:
 
 
 def exit_code(outcomes: list[Outcome], *, losses_agree: bool) -> int:
-    """How a call ends, by the outcomes of its parts."""
+    """Return the exit code of a call, by the outcomes of its parts."""
     states = {outcome.state for outcome in outcomes}
     if states & {FAILED, STOPPED} or not losses_agree:
         return 1

@@ -148,7 +148,7 @@ def _predicted(settings: Settings, machine: Machine | None, part: str, result: d
 
 
 def agree(lines: list[dict[str, Any]]) -> bool:
-    """Whether all contenders had the same losses."""
+    """Return whether all contenders had the same losses."""
     return all(line["loss_difference"] <= LOSS_TOLERANCE for line in lines)
 
 

@@ -78,7 +78,7 @@ class Outcome:
     result: dict[str, Any] | None = None
     seconds: float = 0.0
     commit: str = ""
-    told: str = ""
+    reason: str = ""
     identity: str = ""
 
 
@@ -108,9 +108,9 @@ class Results:
         return self.folder / "work" / part / re.sub(r"[^\w.=]+", "-", job.name)
 
     def look(self, part: str, job: Job) -> Outcome:
-        """How a job stands."""
+        """Return the outcome of a job so far."""
         if job.left_out:
-            return Outcome(job.name, LEFT_OUT, told=job.left_out)
+            return Outcome(job.name, LEFT_OUT, reason=job.left_out)
         known = self._known.get((part, job.name))
         return known if known and known.identity == self._identity(job) else Outcome(job.name, OPEN)
 
@@ -136,8 +136,8 @@ class Results:
             last = [*last, f"stopped after {limit:.0f} seconds{why}"]
         else:
             state, last = FAILED, [*last, f"ended with code {ended.code}"]
-        told = "\n".join(line[:LINE] for line in last)
-        outcome = Outcome(job.name, state, found, took, self._commit, told, self._identity(job))
+        reason = "\n".join(line[:LINE] for line in last)
+        outcome = Outcome(job.name, state, found, took, self._commit, reason, self._identity(job))
         self._known[part, job.name] = outcome
         return outcome
 
@@ -154,7 +154,7 @@ class Results:
             # One that would surely be cut off would be for nothing.
             if before.state in (DONE, LEFT_OUT) or left >= job.limit / self.settings.patience / 3:
                 return self.run_job(part.name, job, left)
-            return replace(before, told=OVER) if before.state == OPEN else before
+            return replace(before, reason=OVER) if before.state == OPEN else before
 
         if part.together == 1:
             yield from map(begin, part.jobs())
@@ -164,7 +164,7 @@ class Results:
                 yield future.result()
 
     def look_at(self, part: Part) -> list[Outcome]:
-        """How the jobs of a part stand, without running any."""
+        """Return the outcomes of the jobs of a part so far, without running any."""
         return [self.look(part.name, job) for job in part.jobs()]
 
     def save(self, record: dict[str, Any], page: str, out: Path | None) -> None:
@@ -199,7 +199,7 @@ class Results:
 
 
 def _read(result: Path) -> dict[str, Any] | None:
-    """What a job has written; nothing if it was killed before, or while it wrote."""
+    """Read what a job has written; None if it was killed before, or while it wrote."""
     try:
         return json.loads(result.read_text())
     except (OSError, ValueError):

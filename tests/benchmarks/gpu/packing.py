@@ -42,7 +42,7 @@ def varlen_attention(
     max_length_q: int,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As Transformers calls it: [1, heads, S, D] each -> [1, S, heads, D], and no weights."""
+    """Attend as Transformers asks: [1, heads, S, D] each -> [1, S, heads, D], and no weights."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     repeats = query.shape[1] // key.shape[1]  # fewer heads of keys are not taken by every release
     key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))

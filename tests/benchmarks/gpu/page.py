@@ -43,7 +43,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def section(found: dict[str, Any], name: str) -> str:
-    """What is printed of a part when it ends: its troubles and its table, in PRINTED characters at most."""
+    """Return what is printed of a part when it ends: its troubles and its table, in PRINTED characters at most."""
     part = next(part for part in found["parts"] if part["name"] == name)
     return clip("\n\n".join(filter(None, (_troubles(part), _section(found, part)))), PRINTED)
 
@@ -66,7 +66,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def _section(found: dict[str, Any], part: dict[str, Any]) -> str:
     """The table of a part, and what is left out of it; nothing where no job has a result."""
     text = SECTIONS[part["name"]](found, part)
-    out = [f"- {job['name']}: {job['told']}" for job in part["jobs"] if job["state"] == LEFT_OUT]
+    out = [f"- {job['name']}: {job['reason']}" for job in part["jobs"] if job["state"] == LEFT_OUT]
     if not (text or out):
         return ""
     return "\n\n".join(
@@ -97,7 +97,7 @@ def _head(found: dict[str, Any]) -> str:
 
 
 def overview(found: dict[str, Any]) -> str:
-    """How the jobs of each part stand."""
+    """Count the jobs of each part by state."""
     rows = []
     for part in found["parts"]:
         states = [job["state"] for job in part["jobs"]]
@@ -114,7 +114,14 @@ def _troubles(part: dict[str, Any]) -> str:
     if wrong:
         lines += ["", part["remedy"]]
     for job in wrong:
-        lines += ["", f"{job['name']}: {job['state']} after {job['seconds']:.0f} s", "", "```text", job["told"], "```"]
+        lines += [
+            "",
+            f"{job['name']}: {job['state']} after {job['seconds']:.0f} s",
+            "",
+            "```text",
+            job["reason"],
+            "```",
+        ]
     if waiting:
         lines += ["", f"Open, run again to go on: {', '.join(waiting)}."]
     return "\n".join(lines) if wrong or waiting else ""
@@ -230,7 +237,7 @@ def _legend(found: dict[str, Any], line: dict[str, Any]) -> str:
 
 
 def _conclusions(found: dict[str, Any], part: str) -> list[str]:
-    """Of grids: the fastest beside the fastest peer, and the choice of the planner."""
+    """Compare the fastest grid with the fastest peer, and with the choice of the planner."""
     lines, text = found["training"], []
     ours, theirs = best(lines, ours=True), best(lines, ours=False)
     if part == "grids" and ours and theirs:

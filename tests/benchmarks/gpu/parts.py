@@ -249,7 +249,7 @@ class _Jobs:
         return self._run(title, ranks, name, *command, limit=150)
 
     def _too_large(self, name: str, ranks: int) -> str:
-        """Why its states alone cannot lie on a GPU, or nothing."""
+        """Return why its states alone cannot lie on a GPU, or nothing."""
         parts = {"plain": 1, ONE_RANK: 1, "DDP": 1, "FSDP2": ranks, "native TP": ranks}
         if name not in parts:
             grid = parse_grid(name)

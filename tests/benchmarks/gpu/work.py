@@ -251,7 +251,7 @@ def find_waits(here: torch.device) -> Iterator[list[traceback.FrameSummary]]:
 
 
 def reads(options: argparse.Namespace) -> dict[str, Any]:
-    """Where the host waits for the device in the third step of each; a wait of a library is no failure."""
+    """Find where the host waits for the device in the third step of each; a wait of a library is no failure."""
     from hf_axonn.goldfish.mask import goldfish_mask
 
     here = train.start()
@@ -323,7 +323,7 @@ def pytest(*arguments: str) -> Outcomes:
 
 
 def equality(options: argparse.Namespace) -> dict[str, Any]:
-    """How the tests of a file ended."""
+    """Run the tests of a file and count how they ended."""
     ends = pytest("-m", SELECT[options.gpu], str(ROOT / options.file)).ends
     counts = {end: list(ends.values()).count(end) for end in ("passed", "failed", "skipped")}
     return {**counts, "failures": [name for name, end in ends.items() if end == "failed"]}

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_axonn.compat.arguments import Parser
+from hf_axonn_scripts import is_first
 from hf_axonn_scripts.study.recipe.definition import ORDINARY, Recipe
 from hf_axonn_scripts.study.recipe.reader import read_recipe
 from hf_axonn_scripts.study.recipe.steps import Step, steps_of, tokenizer_of
@@ -29,7 +30,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(word)
     path, folder, name = vars(parser.parse_args(argv)).values()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    is_first = os.environ.get("RANK", "0") == "0"
     try:
         recipe, output = read_recipe(path), Path(folder).resolve()
         steps = {step.name: step for step in steps_of(recipe, output)}
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             use_model(recipe, output, steps[name])
     except ValueError as error:
-        if is_first:
+        if is_first():
             print(f"{name}: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(AFTER_FIRST)
@@ -95,7 +95,7 @@ def use_model(recipe: Recipe, output: Path, step: Step) -> None:
     else:
         measure(recipe, output, name, grid=work.grid)
         work.clock.lap("measure")
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in work.clock.seconds.items())
         print(f"{step.name}: {parts}", flush=True)
 
