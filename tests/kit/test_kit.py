@@ -255,6 +255,20 @@ def test_install_fills_a_folder_prints_its_path_and_compares_releases(place):
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == "5.17 is old" and not done.stdout
 
 
+def test_a_kit_is_tried_with_a_python_that_has_no_packages(place, capsys):
+    """As a python3.12 beside the one of this package has none: the releases there are not those of the machine."""
+    pip, bare = place.folder / "pip", place.folder / "bare"
+    pip.mkdir()
+    (pip / "pip").symlink_to(importlib.metadata.distribution("pip").locate_file("pip"))
+    bare.write_text(f'#!/bin/sh\nPYTHONPATH={pip}:$PYTHONPATH exec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    place.project(["torch"], check="import packaging")
+    assert place.kit("torch==2.11.0", options=["--interpreter", str(bare)]) == 0
+    assert f"tried: it installs with {bare}, which has no torch, so nothing was imported" in capsys.readouterr().out
+    done = install(place.output, place.folder / "site", PYTHON=str(bare))
+    assert done.returncode == 0 and "no torch" in done.stderr and done.stdout.startswith("export PYTHONPATH=")
+
+
 def test_install_refuses_another_python(place, capsys):
     place.project(["torch"])
     assert place.kit("torch==2.11.0", options=("--python", "3.99")) == 0
