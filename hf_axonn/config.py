@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_axonn.compat.messages import printed_on_first_rank
 from hf_axonn.topology.axis_order import ORDER, check_order
-from hf_axonn.topology.grid import AXES, Grid
+from hf_axonn.topology.grid import SIZES, Grid
 
 
 VARIABLE = "AXONN_CONFIG"
@@ -181,7 +181,7 @@ class AxonnConfig(Settings):
         """
         if not isinstance(section, Mapping):
             raise ValueError(f"axonn_config is {section!r}, but it holds keys: write {GRID_EXAMPLE} under it.")
-        loose_axes = [axis for axis in AXES if axis in section]
+        loose_axes = [axis for axis in SIZES if axis in section]
         if loose_axes:
             raise ValueError(
                 f"axonn_config.{loose_axes[0]} is out of place: sizes stand under grid, as in {GRID_EXAMPLE}."
@@ -282,7 +282,7 @@ def _grid(sizes: Any) -> Grid:
         )
     if not isinstance(sizes, Mapping):
         raise ValueError(f"axonn_config.grid is {sizes!r}, but it maps axes to sizes: write {GRID_EXAMPLE}.")
-    _check_keys("axonn_config.grid", sizes, ["data", "pipe", "z", "y", "x"])
+    _check_keys("axonn_config.grid", sizes, ["data", "pipe", "z", "y", "x", "context"])
     return Grid(**sizes)
 
 

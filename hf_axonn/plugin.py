@@ -3,9 +3,10 @@
     accelerator = Accelerator(parallelism_config=AxonnPlugin(grid=Grid(z=2, x=2)))
     accelerator = Accelerator()                        # under `accelerate launch --config axonn.yaml`
 
-To Accelerate, pipe * x * y is its tensor-parallel size (ranks that get the same samples) and data * z its sharded
-data-parallel size (ranks that get different ones). No method of Accelerate's classes is changed:
-`_validate_accelerator` gets the live object, and turns that one into a `GridAccelerator` (accelerator/accelerator.py).
+To Accelerate, pipe * context * x * y is its tensor-parallel size (ranks that get the same samples) and
+data * z / context its sharded data-parallel size (ranks that get different ones). No method of Accelerate's classes is
+changed: `_validate_accelerator` gets the live object, and turns that one into a `GridAccelerator`
+(accelerator/accelerator.py).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class AxonnPlugin(ParallelismConfig):
         super().__init__(
             dp_replicate_size=1,
             dp_shard_size=config.grid.dp_size,
-            tp_size=config.grid.pipe * config.grid.x * config.grid.y,
+            tp_size=config.grid.size // config.grid.dp_size,
             cp_size=1,
             sp_size=1,
         )

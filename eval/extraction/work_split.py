@@ -1,4 +1,4 @@
-"""Division of samples among ranks: batches are dealt to the (data, z) coordinates of a grid, rank 0 gathers results.
+"""Division of samples among ranks: batches are dealt to those that see different rows, rank 0 gathers results.
 
 On a grid with z > 1 every forward pass gathers weights from all ranks of z, so all ranks must make the same calls in
 the same number. That is what rounds are for: in a round every coordinate has a batch, a repeated one if none is left.
@@ -52,9 +52,9 @@ class WorkSplit:
                 "A checkpoint that stages wrote can be measured on one process or on any grid without pipe."
             )
         return cls(
-            index=here["data"] * grid.z + here["z"],
-            count=grid.data * grid.z,
-            reports=here["x"] == 0 and here["y"] == 0,
+            index=here["data"] * grid.rows + here["z"] // grid.context,
+            count=grid.dp_size,
+            reports=here["z"] % grid.context == here["x"] == here["y"] == 0,
             rank=rank,
             world_size=world_size,
         )

@@ -1,8 +1,8 @@
 """Samples of each rank: data loaders, gather and reduce of accelerate over a grid.
 
-Ranks of pipe, x and y share samples, those of data and z have their own: there are dp_size = data * z *data-parallel
-ranks*, and what accelerate does for each process is done here for each of them. The functions of `accelerate.utils`
-know of no grid: `gather` there gives a copy for each process.
+Ranks of pipe, context, x and y share samples, those of data and rows (z / context) have their own: there are
+dp_size = data * z / context *data-parallel ranks*, and what accelerate does for each process is done here for each of
+them. The functions of `accelerate.utils` know of no grid: `gather` there gives a copy for each process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_axonn.accelerator.shuffling import SampleOrder
 from hf_axonn.compat.accelerate import is_prepared, prepared_loaders, prepared_models
 from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, loader_facts
-from hf_axonn.distributed.mesh import SAME_SAMPLES, GridMesh, grid_mesh
+from hf_axonn.distributed.mesh import ROWS, SAME_SAMPLES, GridMesh, grid_mesh
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.state import parallel_state
 
@@ -46,7 +46,7 @@ class DataMethods:
     @property
     def num_processes(self) -> int:
         """The number of data-parallel ranks: by it scripts multiply batch sizes, schedules and averaged losses."""
-        return PartialState().num_processes if self.counts_processes else self.axonn_mesh.size("data", "z")
+        return PartialState().num_processes if self.counts_processes else self.axonn_mesh.size(*ROWS)
 
     @property
     def process_index(self) -> int:
@@ -55,7 +55,7 @@ class DataMethods:
         With `counts_processes` a number of its own for each rank, in an order in which those that share samples are
         neighbours, as ranks along pipe are not.
         """
-        dp_rank, copies = self.axonn_mesh.index("data", "z"), self.axonn_mesh.size(*SAME_SAMPLES)
+        dp_rank, copies = self.axonn_mesh.index(*ROWS), self.axonn_mesh.size(*SAME_SAMPLES)
         return dp_rank * copies + self.axonn_mesh.index(*SAME_SAMPLES) if self.counts_processes else dp_rank
 
     @property
@@ -77,7 +77,7 @@ class DataMethods:
 
         Raises:
             ValueError: ranks would get unequal numbers of batches, and there is a model over the grid; a stateful
-                loader is to dispatch its batches over pipe, x or y; ranks have other data sets or batch sizes.
+                loader is to dispatch its batches to ranks that share them; ranks have other data sets or batch sizes.
         """
         if is_prepared(data_loader):
             return super().prepare_data_loader(data_loader)
@@ -94,7 +94,7 @@ class DataMethods:
         if not dispatch or self.axonn_mesh.size(*SAME_SAMPLES) == 1:
             sampler = random_sampler(data_loader)
             stock = not settings.use_seedable_sampler and not settings.use_stateful_dataloader
-            alone = stock and (dispatch or self.axonn_mesh.size("data", "z") == 1)  # accelerate reads as one process
+            alone = stock and (dispatch or self.axonn_mesh.size(*ROWS) == 1)  # accelerate reads as one process
             own = self.sample_order.shared if alone else own
             if sampler is not None:
                 generator = self.sample_order.adopt(sampler, as_one_process=alone, resumable=stock)
@@ -102,7 +102,7 @@ class DataMethods:
                 prepared = super().prepare_data_loader(
                     data_loader, device_placement=device_placement, slice_fn_for_dispatch=slice_fn_for_dispatch
                 )
-            if not dispatch and generator is not None and self.axonn_mesh.size("data", "z") == 1:
+            if not dispatch and generator is not None and self.axonn_mesh.size(*ROWS) == 1:
                 # Stock accelerate sees one process here, and nothing to synchronize.
                 prepared.synchronized_generator = generator
                 prepared.rng_types = [*(prepared.rng_types or ()), "generator"]
@@ -155,8 +155,8 @@ class DataMethods:
 
         def distinct(gathered: torch.Tensor) -> torch.Tensor:
             rows = len(gathered) // grid.size
-            by_rank = gathered.view(grid.data, grid.pipe, grid.z, grid.x * grid.y, rows, *gathered.shape[1:])
-            return by_rank[:, 0, :, 0].flatten(0, 2)
+            sizes = (grid.data, grid.pipe, grid.rows, grid.context * grid.x * grid.y)
+            return gathered.view(*sizes, rows, *gathered.shape[1:])[:, 0, :, 0].flatten(0, 2)
 
         return recursively_apply(distinct, super().gather(recursively_apply(whole, tensor)))
 
@@ -191,7 +191,7 @@ class DataMethods:
             tensor = recursively_apply(torch.zeros_like, tensor)
         total = super().reduce(tensor, "sum", scale)
         if reduction == "mean":
-            total = recursively_apply(lambda value: value / self.axonn_mesh.size("data", "z"), total)
+            total = recursively_apply(lambda value: value / self.axonn_mesh.size(*ROWS), total)
         return total
 
     def check_trigger(self) -> bool:
@@ -206,9 +206,7 @@ class DataMethods:
     def split_between_processes(self, inputs, apply_padding: bool = False) -> Iterator:
         """Split between data-parallel ranks: ranks with the same samples get the same inputs."""
         mesh = self.axonn_mesh
-        view = SimpleNamespace(
-            num_processes=mesh.size("data", "z"), process_index=mesh.index("data", "z"), device=self.device
-        )
+        view = SimpleNamespace(num_processes=mesh.size(*ROWS), process_index=mesh.index(*ROWS), device=self.device)
         with PartialState.split_between_processes(view, inputs, apply_padding=apply_padding) as own:
             yield own
 

@@ -26,7 +26,7 @@ from accelerate.utils import (
 from accelerate.utils.operations import get_data_structure
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.distributed.mesh import ROWS, GridMesh
 
 
 def dispatching_loader(
@@ -50,7 +50,7 @@ def dispatching_loader(
     Raises:
         ValueError: the batch size is not divisible by dp_size, where it has to be.
     """
-    dp_size = mesh.size("data", "z")
+    dp_size = mesh.size(*ROWS)
     if split_batches and (loader.batch_size or 0) % dp_size:
         raise ValueError(
             f"split_batches with a batch size of {loader.batch_size}: it must be divisible by data * z = {dp_size}."
@@ -78,7 +78,7 @@ class DispatchedBatches(IterableDataset):
     def __init__(self, loader: DataLoader, mesh: GridMesh, *, split_batches: bool, slice_fn: Callable) -> None:
         self.loader, self.device = loader, mesh.device
         self.split_batches, self.slice_fn = split_batches, slice_fn
-        self.dp_size, self.dp_rank, self.reads = mesh.size("data", "z"), mesh.index("data", "z"), mesh.rank == 0
+        self.dp_size, self.dp_rank, self.reads = mesh.size(*ROWS), mesh.index(*ROWS), mesh.rank == 0
         loader.generator = None  # if that is the sampler's, the loader would draw from it before the sampler does
         self._random = torch.get_rng_state()
 

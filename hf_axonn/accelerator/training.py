@@ -21,6 +21,7 @@ from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimi
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.distributed.collectives import world_rank
+from hf_axonn.distributed.mesh import ROWS
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.gradient_sync import averaging
 from hf_axonn.engine.state import parallel_state
@@ -35,7 +36,7 @@ logger = get_logger(__name__)
 class GridScheduler(AcceleratedScheduler):
     """accelerate's wrapper of a scheduler, which steps as often as different batches went into the step."""
 
-    dp_size: int  # data * z; the stock wrapper takes the number of processes
+    dp_size: int  # data * z / context; the stock wrapper takes the number of processes
 
     def step(self, *args, **kwargs) -> None:
         """Step once for each data-parallel rank, as if each were a process."""
@@ -119,7 +120,7 @@ class TrainingMethods:
         prepared = super().prepare_scheduler(scheduler)
         if type(prepared) is AcceleratedScheduler:
             prepared.__class__ = GridScheduler
-            prepared.dp_size = self.axonn_mesh.size("data", "z")
+            prepared.dp_size = self.axonn_mesh.size(*ROWS)
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs) -> None:

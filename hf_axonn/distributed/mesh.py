@@ -18,9 +18,11 @@ from hf_axonn.topology.grid import Grid, GridPosition
 
 
 STAGE = ("data", "z", "x", "y")  # the ranks that have the same layers
-SAME_SAMPLES = ("pipe", "x", "y")
+ROWS = ("data", "rows")  # ranks that differ along these see different rows of a batch
+TOKENS = ("data", "z")  # ranks that differ along these see different tokens: other rows, or positions of the same rows
+SAME_SAMPLES = ("pipe", "context", "x", "y")  # ranks that differ along these alone are given the same rows
 # In the order in which all ranks make them.
-GROUPS = (("data",), ("z",), ("x",), ("y",), ("x", "y"), ("data", "z"), ("pipe",), STAGE, SAME_SAMPLES)
+GROUPS = (("data",), ("z",), ("x",), ("y",), ("x", "y"), TOKENS, ("pipe",), STAGE, ("context",), ROWS, SAME_SAMPLES)
 
 
 class GridMesh(GridPosition):
@@ -28,9 +30,9 @@ class GridMesh(GridPosition):
 
     Building it is collective over the world: every rank must call it, with the same grid. On NCCL the world gets the
     device of this rank, if `init_process_group` did not get it (one all-reduce over the world). Groups are made once
-    for each axis and for the products that the algorithm uses: ("x", "y"), ("data", "z"), and with pipelines pipe, the
-    ranks of a stage and those that share samples. A rank makes its own groups and does not name those of others, so
-    that the cost does not grow with the world.
+    for each axis and for the products that the algorithm uses: ("x", "y"), TOKENS, with pipelines pipe, the ranks of a
+    stage and those that share samples, and with context those of context and of ROWS. A rank makes its own groups and
+    does not name those of others, so that the cost does not grow with the world.
 
     NCCL runs the collectives of a communicator one after the other: the gather of the next weights would wait for the
     reduction of gradients. So there are two communicators over z there, and streams of high priority for all. On gloo,
@@ -58,8 +60,9 @@ class GridMesh(GridPosition):
             reduce_(torch.zeros((), device=self.device), dist.group.WORLD)  # its communicator is there then
             bind_world(self.device)
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
+        unused = {("pipe",): grid.pipe == 1, STAGE: grid.pipe == 1, ("context",): grid.context == 1}
         for axes in GROUPS:
-            if grid.pipe > 1 or axes not in (("pipe",), STAGE):
+            if not unused.get(axes):
                 self._groups[axes] = self._find_group(axes) or self._make_group(axes)
         if grid.pipe == 1 and dist.group.WORLD is not None:
             self._groups[STAGE] = dist.group.WORLD  # as it was without pipelines, on NCCL too
@@ -68,7 +71,10 @@ class GridMesh(GridPosition):
         )
 
     def _find_group(self, axes: tuple[str, ...]) -> ProcessGroup | None:
-        """Return a group that has the ranks along `axes` already, if any; NCCL's world has no priority."""
+        """Return a group that has the ranks along `axes` already, if any; NCCL's world has no priority, and context
+        would wait there for the weights that are gathered over z."""
+        if self._nccl and axes == ("context",):
+            return None
         ranks, world = self.grid.ranks_along(axes, self.rank), dist.group.WORLD
         there = (*self._groups.values(), *((world,) if world is not None and not self._nccl else ()))
         return next((group for group in there if dist.get_process_group_ranks(group) == ranks), None)
@@ -77,7 +83,8 @@ class GridMesh(GridPosition):
         seconds = world_timeout(self.device_type)
         options = high_priority(seconds) if self._nccl else None
         ranks = self.grid.ranks_along(axes, self.rank)
-        return make_group(ranks, f"axonn_{'_'.join(axes)}{suffix}", seconds=seconds, options=options)
+        named = [axis for axis in axes if axis != "context" or self.grid.context > 1]
+        return make_group(ranks, f"axonn_{'_'.join(named)}{suffix}", seconds=seconds, options=options)
 
     def group(self, *axes: str) -> ProcessGroup:
         """Return the group of ranks that differ from this one along `axes` alone; group ranks ascend by coordinate."""
@@ -96,14 +103,14 @@ class GridMesh(GridPosition):
     def sample_mesh(self) -> DeviceMesh:
         """The mesh (dp_shard, tp) by which Accelerate divides samples among ranks; no communicator of its own.
 
-        Without x, y and pipe it is (dp_shard) alone: Accelerate looks for tp by its name.
+        Without context, x, y and pipe it is (dp_shard) alone: Accelerate looks for tp by its name.
         """
         if self.size(*SAME_SAMPLES) == 1:
-            return DeviceMesh.from_group(self.group("data", "z"), self.device_type, mesh_dim_names=("dp_shard",))
+            return DeviceMesh.from_group(self.group(*ROWS), self.device_type, mesh_dim_names=("dp_shard",))
         grid = self.grid
-        ranks = torch.arange(grid.size).view(grid.data, grid.pipe, grid.z, -1).transpose(1, 2)
-        ranks = ranks.reshape(self.size("data", "z"), self.size(*SAME_SAMPLES))
-        groups = [self.group("data", "z"), self.group(*SAME_SAMPLES)]
+        ranks = torch.arange(grid.size).view(grid.data, grid.pipe, grid.rows, -1).transpose(1, 2)
+        ranks = ranks.reshape(self.size(*ROWS), self.size(*SAME_SAMPLES))
+        groups = [self.group(*ROWS), self.group(*SAME_SAMPLES)]
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=("dp_shard", "tp"))
 
     @cached_property

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hf_axonn.compat.torch import is_dropout
+from hf_axonn.distributed.mesh import TOKENS
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
 
@@ -41,7 +42,7 @@ def keyed_random(state: ParallelState, axes: tuple[str, ...]) -> Iterator[None]:
         seed = int(torch.randint(2**62, (), device="cpu"))
     else:
         seed = mix(outer, context.count_random())
-    coordinates = [state.coordinates[axis] for axis in ("data", "z", *axes)]
+    coordinates = [state.coordinates[axis] for axis in (*TOKENS, *axes)]
     device = state.mesh.device
     # fork_rng puts the generators back, so that ranks are in step again afterwards.
     devices = [] if device.type == "cpu" else [device]

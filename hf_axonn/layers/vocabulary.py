@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_axonn.compat.torch import assert_on_device
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, gather_replicated
 from hf_axonn.distributed.consistency import raise_together
-from hf_axonn.distributed.mesh import SAME_SAMPLES
+from hf_axonn.distributed.mesh import SAME_SAMPLES, TOKENS
 from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
 from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim, take_tokens
 from hf_axonn.engine.dtensors import replicated_local
@@ -79,7 +79,7 @@ def check_vocabulary(
                 f"{int(ids[tuple(place)])} at {place}, which is outside of the vocabulary of {size}."
             )
         if training and torch.is_grad_enabled():
-            raise_together(problem, ids.device, mesh.group("data", "z"))
+            raise_together(problem, ids.device, mesh.group(*TOKENS))
         elif problem:  # ranks that generate do not wait for each other
             raise ValueError(problem)
 

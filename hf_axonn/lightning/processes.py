@@ -22,9 +22,9 @@ from hf_axonn.compat.lightning import gather_tensor, reduce_tensor, start_proces
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import VARIABLE, AxonnConfig
 from hf_axonn.distributed.collectives import barrier, broadcast_object, reduce_
-from hf_axonn.distributed.mesh import GridMesh, grid_mesh
+from hf_axonn.distributed.mesh import ROWS, GridMesh, grid_mesh
 from hf_axonn.topology.axis_order import ORDER
-from hf_axonn.topology.grid import AXES, Grid
+from hf_axonn.topology.grid import SIZES, Grid
 
 
 EXAMPLE = "AxonnStrategy(z=2, x=2)"
@@ -37,7 +37,7 @@ def read_settings(grid: Grid | AxonnConfig | None, options: dict[str, Any]) -> A
         ValueError: a grid is given twice, or not at all where none was launched, or another one was; settings beside
             an AxonnConfig; a grid with pipe; `order` or `save_failure`, which Lightning has no use for.
     """
-    sizes = {axis: options.pop(axis) for axis in AXES if axis in options}
+    sizes = {axis: options.pop(axis) for axis in SIZES if axis in options}
     if grid is not None and sizes:
         raise ValueError(f"{next(iter(sizes))} beside {grid!r}: write all sizes in the one or in the other.")
     if isinstance(grid, AxonnConfig):
@@ -134,7 +134,7 @@ class GridProcesses:
         """Arguments of a DistributedSampler that divides samples among the data-parallel ranks."""
         if self.grid.size == 1:
             return {"num_replicas": 1, "rank": 0}
-        return {"num_replicas": self.mesh.size("data", "z"), "rank": self.mesh.index("data", "z")}
+        return {"num_replicas": self.mesh.size(*ROWS), "rank": self.mesh.index(*ROWS)}
 
     def start_processes(self) -> None:
         """Join the ranks and make the process groups of the grid.
@@ -172,7 +172,7 @@ class GridProcesses:
         """Let metrics in a module gather from the data-parallel ranks, unless they have a group. No communication."""
         for metric in module.modules():
             if self.grid.size > 1 and isinstance(metric, Metric) and metric.process_group is None:
-                metric.process_group = self.mesh.group("data", "z")
+                metric.process_group = self.mesh.group(*ROWS)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks, without a limit of time. Collectives: a barrier over the world."""
@@ -216,4 +216,4 @@ class GridProcesses:
         return votes == self.grid.size if all else votes > 0
 
     def _group(self, group: Any) -> Any:
-        return self.mesh.group("data", "z") if group in (None, dist.group.WORLD) else group
+        return self.mesh.group(*ROWS) if group in (None, dist.group.WORLD) else group

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from hf_axonn.compat.transformers import text_config
 from hf_axonn.distributed.collectives import all_reduce, gather_replicated, reduce_, start_all_gather
-from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.distributed.mesh import TOKENS, GridMesh
 from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim
 from hf_axonn.engine.context import StagePass
 from hf_axonn.engine.dtensors import scale_gradient
@@ -169,7 +169,7 @@ class RouterLoss:
         mesh = self.state.mesh
         if self.state.context.stage is not None:
             return self._stage_loss(self.state.context.stage, **arguments)
-        if mesh.size("data", "z") == 1:
+        if mesh.size(*TOKENS) == 1:
             return original(**arguments)
         if _is_of_switch(original):
             return switch_loss(**arguments, mesh=mesh)
@@ -258,7 +258,7 @@ def _sums(
 
 def _sum_over_samples(counts: Tensor, probability: Tensor, mesh: GridMesh) -> tuple[Tensor, Tensor]:
     """Return the sums over the samples of all (data, z), in two all-reduces."""
-    group = mesh.group("data", "z")
+    group = mesh.group(*TOKENS)
     return reduce_(counts, group), all_reduce(scale_gradient(probability, group.size()), group)
 
 
@@ -289,7 +289,7 @@ def _is_of_switch(function: Callable) -> bool:
 def _gather_tokens(arguments: dict, mesh: GridMesh) -> dict:
     """Return the arguments of a loss with the logits [..., T, E] of the real tokens of all (data, z), and without a
     mask."""
-    group = mesh.group("data", "z")
+    group = mesh.group(*TOKENS)
     logits, mask = arguments["gate_logits"], arguments.get("attention_mask")
     if mask is not None:
         real = mask.reshape(-1).bool().nonzero().squeeze(-1).to(logits[0].device)

@@ -1,16 +1,17 @@
 """The loss of a model that is given `num_items_in_batch`: a share, and terms that are none.
 
 With the number of items (kept labels) of a step on all ranks a loss function returns this rank's sum divided by it.
-Such shares add up to the loss of one process, so Trainer multiplies what the model returns by data * z, and the mean
-over ranks, which gradients and logs take, is the sum. But models return more than that:
+Such shares add up to the loss of one process, so Trainer multiplies what the model returns by R, the number of ranks
+with different rows (data * z / context), and the mean over ranks, which gradients and logs take, is the sum. But
+models return more than that:
 
     loss = share                                                       most
     loss = share + weight * auxiliary loss of routers                  mixtures of experts
     loss = share + weight * mean of squared log-sum-exp of logits      Bamba
     loss = mean over rows                                              classifiers: their function knows of no items
 
-A mean would count data * z times, in gradients as in evaluation, and does so in Transformers without a grid. So in
-such a call the share is multiplied by data * z where it is made, and the loss divided by it where the model returns.
+A mean would count R times, in gradients as in evaluation, and does so in Transformers without a grid. So in such a
+call the share is multiplied by R where it is made, and the loss divided by it where the model returns.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_axonn.distributed.mesh import ROWS
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
 from hf_axonn.losses.causal_lm import CausalLMLoss
@@ -30,14 +32,14 @@ from hf_axonn.losses.causal_lm import CausalLMLoss
 
 def install_shares(state: ParallelState, model: nn.Module) -> None:
     """Make whatever a model returns as its loss for `num_items_in_batch` a share. No communication."""
-    if state.mesh.size("data", "z") > 1:
+    if state.mesh.size(*ROWS) > 1:
         patch_forward(model, functools.partial(_forward, state, model))
 
 
 def _forward(state: ParallelState, model: nn.Module, original: Callable, /, *args, **kwargs):
     if kwargs.get("num_items_in_batch") is None or not state.context.items_of_all:
         return original(*args, **kwargs)
-    samples = state.mesh.size("data", "z")
+    samples = state.mesh.size(*ROWS)
     with state.context.multiplied_shares(samples), _calls_of_loss(model, samples) as calls:
         output = original(*args, **kwargs)
     if not (calls() or _is_of_transformers(model)):

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, pad
 
 from hf_axonn.distributed.collectives import reduce_, start_reduce_scatter
+from hf_axonn.distributed.mesh import ROWS, TOKENS
 from hf_axonn.engine.activation_layouts import pad_dim
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.vocabulary import DeferredLogits, check_vocabulary
@@ -141,8 +142,8 @@ class ShardedCausalLMLoss(CausalLMLoss):
             return super().normalize(weighted_sum, kept_count, num_items_in_batch)
         mesh = self.state.mesh
         kept_count = kept_count if self._kept_of_batch is None else self._kept_of_batch
-        count = reduce_(kept_count.to(weighted_sum.device, torch.float64, copy=True), mesh.group("data", "z"))
-        return weighted_sum * (mesh.size("data", "z") / count.clamp(min=1)).to(weighted_sum.dtype)
+        count = reduce_(kept_count.to(weighted_sum.device, torch.float64, copy=True), mesh.group(*TOKENS))
+        return weighted_sum * (mesh.size(*ROWS) / count.clamp(min=1)).to(weighted_sum.dtype)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -50,7 +50,7 @@ def install_batch_check(check: BatchCheck, context: PassContext) -> None:
 
 
 class BatchCheck:
-    """Compares the arguments of a call over the ranks of (pipe, x, y).
+    """Compares the arguments of a call over the ranks of (pipe, context, x, y).
 
     Raises:
         ValueError: they differ; on all ranks of this (data, z).
@@ -87,7 +87,7 @@ class BatchCheck:
         numbers = torch.tensor([since.shapes, random], device=device)
         own = torch.cat([numbers, since.content.view(1)])
         every = gather_quietly(own, group).tolist()
-        size = self.mesh.size("x", "y")
+        size = self.mesh.size("context", "x", "y")
         in_step = [every[first : first + size] for first in range(0, len(every), size)]  # by their random states
         strayed = any(numbers[1] != block[0][1] for block in in_step for numbers in block)
         differ = any((numbers[0], numbers[2]) != (every[0][0], every[0][2]) for numbers in every)
@@ -103,7 +103,8 @@ class BatchCheck:
         self._refuse(by_rank)
 
     def _refuse(self, facts: dict[int, dict[str, str]]) -> None:
-        at = self.mesh.coordinates
+        axes = ("data", "z" if self.mesh.grid.context == 1 else "rows")
+        place = ", ".join(f"{axis}={self.mesh.index(axis)}" for axis in axes)
         found = differences(list(facts.values()), list(facts))
         found = [text for text in found if not text.startswith(EARLIER[:9])] or found
         divides = getattr(parallelism_in_use()[0], "grid", self.mesh.grid)
@@ -118,10 +119,9 @@ class BatchCheck:
                 "device_specific."
             )
         else:
-            remedy = "Feed ranks by their (data, z): accelerator.prepare(loader) and Trainer do that."
+            remedy = f"Feed ranks by their ({', '.join(axes)}): accelerator.prepare(loader) and Trainer do that."
         raise ValueError(
-            f"ranks that share samples (data={at['data']}, z={at['z']}) were not given the same {PROGRESS.when}: "
-            f"{'; '.join(found)}. {remedy}"
+            f"ranks that share samples ({place}) were not given the same {PROGRESS.when}: {'; '.join(found)}. {remedy}"
         )
 
     def _uses_random(self) -> bool:

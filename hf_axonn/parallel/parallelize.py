@@ -111,6 +111,8 @@ def _check(model: nn.Module, inner: nn.Module, config: AxonnConfig) -> str:
         )
     refuse_quantized(inner)
     check_adapters(model)
+    if config.grid.context > 1:
+        raise ValueError(f"the positions of a row cannot be divided yet, and the grid is {config.grid}: omit context.")
     if config.grid.pipe > 1:
         _check_pipe(model, config.grid)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

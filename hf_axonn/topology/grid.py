@@ -1,4 +1,4 @@
-"""The grid of ranks: five axes, and who sits where.
+"""The grid of ranks: five axes, one of them divided once more, and who sits where.
 
 Axes, from the slowest to the fastest varying rank: data, pipe, z, x, y. So
 
@@ -9,7 +9,9 @@ y is innermost because it carries about three times the traffic of x and so belo
 
     data   samples; weights repeated
     pipe   layers: each rank has those of its stages, and the samples of all of them pass through it
-    z      samples; every weight once more, gathered for use and freed again
+    z      samples; every weight once more, gathered for use and freed again. Its ranks are rows x context:
+           rows      different rows of a batch
+           context   different positions of the same rows; it varies fastest inside z
     x      out_features of a column layer, in_features of a row layer
     y      in_features of a column layer, out_features of a row layer
 
@@ -25,6 +27,8 @@ from dataclasses import asdict, dataclass
 
 
 AXES = ("data", "pipe", "z", "x", "y")
+PARTS_OF_Z = ("rows", "context")
+SIZES = (*AXES, "context")  # what a grid is written as
 WEIGHT_AXES = ("y", "x", "z")  # the order in which a weight is sharded: rectangles over y and x, then z inside each
 
 
@@ -41,7 +45,7 @@ def bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Sizes of the five axes; their product is the number of ranks.
+    """Sizes of the five axes, whose product is the number of ranks, and of context, which divides z.
 
     Args:
         data: copies of the full model, each with its own samples.
@@ -49,8 +53,9 @@ class Grid:
         z: ranks among which every weight is divided once more, each with its own samples.
         y: ranks that divide the contraction of a column layer and the output of a row layer.
         x: ranks that divide the output of a column layer and the contraction of a row layer.
+        context: ranks among those of z that divide the positions of the same rows.
     Raises:
-        ValueError: a size is not a whole number of at least 1.
+        ValueError: a size is not a whole number of at least 1, or context does not divide z.
     """
 
     data: int = 1
@@ -58,6 +63,7 @@ class Grid:
     z: int = 1
     y: int = 1
     x: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         for axis, size in asdict(self).items():
@@ -66,6 +72,12 @@ class Grid:
                     f"grid axis {axis} is {size!r}, but the size of an axis is a whole number of ranks: write "
                     f"{axis}=1 to leave the axis unused."
                 )
+        if self.z % self.context:
+            raise ValueError(
+                f"context {self.context} does not divide z = {self.z}: it divides positions among ranks of z, whose "
+                f"number is a multiple of it: write z: {self.context * ceil_div(self.z, self.context)}, and data: 1 "
+                "where that makes too many ranks."
+            )
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.as_dict().items())
@@ -76,9 +88,14 @@ class Grid:
         return self.data * self.pipe * self.z * self.y * self.x
 
     @property
+    def rows(self) -> int:
+        """Number of ranks of z that see different rows, z / context."""
+        return self.z // self.context
+
+    @property
     def dp_size(self) -> int:
-        """Number of ranks that see different samples, data * z."""
-        return self.data * self.z
+        """Number of ranks that see different rows, data * z / context."""
+        return self.data * self.rows
 
     @property
     def storage_axes(self) -> tuple[str, ...]:
@@ -90,8 +107,9 @@ class Grid:
         return tuple(axis for axis in WEIGHT_AXES if getattr(self, axis) > 1) or ("z",)
 
     def as_dict(self) -> dict[str, int]:
-        """Sizes in the order in which they are written: data, pipe, z, y, x; pipe only where it is more than 1."""
-        return {axis: size for axis, size in asdict(self).items() if axis != "pipe" or size > 1}
+        """Sizes in the order in which they are written: data, pipe, z, y, x, context; pipe and context only where they
+        are more than 1."""
+        return {axis: size for axis, size in asdict(self).items() if axis not in ("pipe", "context") or size > 1}
 
     def check(self, num_processes: int) -> None:
         """Raise unless the grid has exactly `num_processes` ranks.
@@ -100,8 +118,8 @@ class Grid:
             ValueError: the product of the sizes is another number; the message names both remedies.
         """
         if self.size != num_processes:
-            sizes = " * ".join(self.as_dict())
-            numbers = " * ".join(map(str, self.as_dict().values()))
+            axes = {axis: size for axis, size in self.as_dict().items() if axis != "context"}
+            sizes, numbers = " * ".join(axes), " * ".join(map(str, axes.values()))
             raise ValueError(
                 f"{sizes} = {numbers} = {self.size}, but {num_processes} process(es) are to run: start {self.size} "
                 f"processes (num_processes: {self.size}), or choose sizes whose product is {num_processes}."
@@ -122,9 +140,14 @@ class Grid:
 
     def ranks_along(self, axes: tuple[str, ...], rank: int) -> list[int]:
         """Ranks that share every coordinate with `rank` except those of `axes`, in ascending order."""
-        here = self.coordinates(rank)
-        spans = [range(getattr(self, axis)) if axis in axes else (here[axis],) for axis in AXES]
-        return [self.rank(**dict(zip(AXES, position, strict=True))) for position in itertools.product(*spans)]
+        here = GridPosition(self, self.coordinates(rank))
+        free = {*axes, *PARTS_OF_Z} if "z" in axes else {*axes}
+        finest = ("data", "pipe", *PARTS_OF_Z, "x", "y")
+        spans = [range(getattr(self, axis)) if axis in free else (here.index(axis),) for axis in finest]
+        return [
+            self.rank(data=data, pipe=pipe, z=rows * self.context + context, y=y, x=x)
+            for data, pipe, rows, context, x, y in itertools.product(*spans)
+        ]
 
     def picture(self) -> str:
         """The grid as text: for each (data, pipe, z) one table of ranks, x down and y across."""
@@ -132,7 +155,8 @@ class Grid:
         width = len(str(self.size - 1))
         for data, pipe, z in itertools.product(range(self.data), range(self.pipe), range(self.z)):
             stage = f" pipe={pipe}" if self.pipe > 1 else ""
-            lines.append(f"data={data}{stage} z={z}   (x down, y across)")
+            part = f" (rows={z // self.context} context={z % self.context})" if self.context > 1 else ""
+            lines.append(f"data={data}{stage} z={z}{part}   (x down, y across)")
             for x in range(self.x):
                 row = (f"{self.rank(data=data, pipe=pipe, z=z, y=y, x=x):>{width}}" for y in range(self.y))
                 lines.append("    " + " ".join(row))
@@ -148,7 +172,7 @@ class GridPosition:
         self._sizes: dict[tuple[str, ...], int] = {}
 
     def move(self, axes: tuple[str, ...], index: int) -> GridPosition:
-        """Return the position whose index along `axes` together is `index`; the other coordinates stay."""
+        """Return the position whose index along `axes` of AXES together is `index`; the other coordinates stay."""
         coordinates = dict(self.coordinates)
         for axis in reversed(axes):
             index, coordinates[axis] = divmod(index, getattr(self.grid, axis))
@@ -162,9 +186,13 @@ class GridPosition:
 
     def index(self, *axes: str) -> int:
         """The position along `axes` together, the last one varying fastest."""
-        index = 0
+        index, here = 0, self.coordinates
         for axis in axes:
-            index = index * getattr(self.grid, axis) + self.coordinates[axis]
+            if axis not in PARTS_OF_Z:
+                own = here[axis]
+            else:
+                own = here["z"] // self.grid.context if axis == "rows" else here["z"] % self.grid.context
+            index = index * getattr(self.grid, axis) + own
         return index
 
 

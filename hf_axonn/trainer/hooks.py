@@ -27,6 +27,7 @@ from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
+from hf_axonn.topology.grid import GridPosition
 from hf_axonn.trainer import accumulation, hub, liger, resume, rollouts, saving, smoothing, trl, watching
 
 
@@ -190,8 +191,11 @@ def _get_train_sampler(self, original: Callable, *args, **kwargs):
 def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
     """Count on one of the ranks that share samples: Trainer adds up over all ranks."""
     plugin = _plugin(self)
-    here = plugin.grid.coordinates(self.args.process_index) if plugin else {}
-    return 0 if any(here.get(axis) for axis in SAME_SAMPLES) else original(*args, **kwargs)
+    if plugin is not None:
+        here = GridPosition(plugin.grid, plugin.grid.coordinates(self.args.process_index))
+        if here.index(*SAME_SAMPLES):
+            return 0
+    return original(*args, **kwargs)
 
 
 def compute_loss(self, original: Callable, model: nn.Module, *args, **kwargs):

@@ -17,7 +17,7 @@ from accelerate.utils import RNGType, synchronize_rng_state
 from torch.utils.data import Sampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler, get_length_grouped_indices
 
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import Grid, GridPosition
 
 
 class GridLengthGroupedSampler(LengthGroupedSampler):
@@ -61,13 +61,12 @@ def for_grid(
                 "train_sampling_strategy='batch_rebalance' divides samples among data-parallel ranks by itself, so "
                 "that rank 0 cannot read for all: omit dispatch_batches of accelerator_config."
             )
-        here = grid.coordinates(rank)
         return BatchRebalanceSampler(
             lengths=sampler.lengths,
             effective_batch_size=batch_size * sampler.grad_accum * grid.dp_size,
             dp_size=grid.dp_size,
             grad_accum=sampler.grad_accum,
-            rank=here["data"] * grid.z + here["z"],
+            rank=GridPosition(grid, grid.coordinates(rank)).index("data", "rows"),
             drop_last=sampler.drop_last,
         )
     return sampler

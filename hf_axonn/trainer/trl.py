@@ -39,6 +39,7 @@ from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.compat.accelerate import parallelism_in_use
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.distributed.consistency import gather_texts
+from hf_axonn.distributed.mesh import ROWS
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.state import is_parallelized, parallel_state
 from hf_axonn.losses.causal_lm import CausalLMLoss, Targets
@@ -182,7 +183,7 @@ def _output(model: nn.Module, inputs: dict[str, Any], statistics: Callable):
                 f"{type(model).__name__} returns no auxiliary loss of its router: set router_aux_loss_coef=0.0."
             )
         state = parallel_state(model)
-        shares = state.mesh.size("data", "z") if state is not None and items is not None else 1
+        shares = state.mesh.size(*ROWS) if state is not None and items is not None else 1
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * found.aux_loss / shares
     return FusedCausalLMOutput(
         loss=loss,

@@ -72,7 +72,7 @@ def test_a_wrong_variable_is_named(text):
         ({"grid": 4}, "axonn_config.grid is 4, but it maps"),
         (
             {"grid": {"dat": 2}},
-            "axonn_config.grid has an unknown key 'dat'; it may hold data, pipe, z, y, x: did you mean data?",
+            "axonn_config.grid has an unknown key 'dat'; it may hold data, pipe, z, y, x, context: did you mean data?",
         ),
         ({"grid": {"x": 2.5}}, "axonn_config: grid axis x is 2.5, but"),
         ({"grid": {"x": 2.0}}, "grid axis x is 2.0, but"),

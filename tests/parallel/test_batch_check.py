@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 import hf_axonn
 from hf_axonn import Grid
 from hf_axonn.compat.accelerate import forget_state
+from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.parallel.batch_check import BatchCheck, checksum
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import refused, run_ranks
@@ -24,7 +25,7 @@ class Mesh:
         self.ranks = ranks
 
     def size(self, *axes: str) -> int:
-        assert axes == ("pipe", "x", "y")
+        assert axes == SAME_SAMPLES
         return self.ranks
 
 

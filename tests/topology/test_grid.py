@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_axonn.distributed.mesh import GridMesh, grid_mesh
-from hf_axonn.topology.grid import AXES, Grid
+from hf_axonn.distributed.mesh import SAME_SAMPLES, GridMesh, grid_mesh
+from hf_axonn.topology.grid import AXES, Grid, GridPosition
 from tests.helpers.ranks import all_grids, run_ranks
 
 
@@ -50,6 +50,24 @@ def test_pipe_lies_between_data_and_z_and_is_written_only_where_it_is():
     ]
     with pytest.raises(ValueError, match="grid axis pipe is 0.*write pipe=1"):
         Grid(pipe=0)
+
+
+def test_context_divides_z_and_varies_fastest_inside_it():
+    grid = Grid(data=2, z=4, x=2, context=2)
+    assert (grid.size, grid.rows, grid.dp_size) == (16, 2, 4)
+    place = GridPosition(grid, grid.coordinates(8 + 3 * 2 + 1))
+    assert [place.index(axis) for axis in ("data", "z", "rows", "context", "x")] == [1, 3, 1, 1, 1]
+    assert place.index("data", "rows") == 3 and place.size("data", "rows") == 4
+    assert grid.ranks_along(("context",), 15) == [13, 15]
+    assert grid.ranks_along(("rows",), 15) == [11, 15]
+    assert grid.ranks_along(("z",), 15) == grid.ranks_along(("rows", "context"), 15) == [9, 11, 13, 15]
+    assert grid.ranks_along(SAME_SAMPLES, 15) == [12, 13, 14, 15]
+    assert str(grid) == "data=2,z=4,y=1,x=2,context=2"
+    assert "data=1 z=3 (rows=1 context=1)   (x down, y across)" in grid.picture()
+    with pytest.raises(ValueError, match="data \\* z \\* y \\* x = 2 \\* 4 \\* 1 \\* 2 = 16, but 8"):
+        grid.check(8)
+    with pytest.raises(ValueError, match="context 8 does not divide z = 1.*write z: 8, and data: 1"):
+        Grid(data=8, context=8)
 
 
 @pytest.mark.parametrize("axes", [("y",), ("x", "y"), ("data", "z"), AXES], ids="-".join)
