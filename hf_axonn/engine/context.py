@@ -18,6 +18,7 @@ from hf_axonn.engine.averaging import GradientAveraging
 from hf_axonn.engine.gather_cache import GatherCache
 from hf_axonn.engine.gathering import start_gathers
 from hf_axonn.engine.overlap import GatherAhead, GradientSchedule, ReductionQueue, in_backward
+from hf_axonn.engine.rows import Rows
 from hf_axonn.engine.sharded_weight import ShardedWeight
 
 
@@ -67,6 +68,7 @@ class PassContext:
         mesh: where z is 1 there is nothing to gather ahead and no reduction to hide.
 
     Attributes:
+        rows: the rows whose positions are divided over context in this pass (`with_rows`); None where they are whole.
         tokens: the batch that passes through the decoder layers (`enter_layers`); None outside of them.
         in_forward: whether a forward pass of the whole model is under way (`begin_forward`).
         wants_gradients: whether the last pass began with gradients on (`begin_forward`).
@@ -88,6 +90,7 @@ class PassContext:
 
     def __init__(self, config: AxonnConfig, mesh: GridMesh) -> None:
         z = mesh.size("z")
+        self.rows: Rows | None = None
         self.tokens: Tokens | None = None
         self.in_forward = False
         self.wants_gradients = False
@@ -149,6 +152,10 @@ class PassContext:
         """Set `tokens` inside: a layer that is recomputed needs those of its own first pass."""
         return replace_attributes({(self, "tokens"): tokens})
 
+    def with_rows(self, rows: Rows) -> AbstractContextManager[None]:
+        """Set `rows` inside: a pass of this rank's positions."""
+        return replace_attributes({(self, "rows"): rows})
+
     def with_seed(self, seed: int | None, count: int) -> AbstractContextManager[None]:
         """Let a `keyed_random` inside derive its seed from this one, as the one after `count` others; None: from the
         generator."""
@@ -160,8 +167,9 @@ class PassContext:
         return self.random_count
 
     def snapshot(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return what puts the tokens and the seed of now back for the time of a block, when a layer runs again."""
-        now = {(self, name): getattr(self, name) for name in ("tokens", "random_seed", "random_count")}
+        """Return what puts the rows, the tokens and the seed of now back for the time of a block, when a layer runs
+        again."""
+        now = {(self, name): getattr(self, name) for name in ("rows", "tokens", "random_seed", "random_count")}
         return partial(replace_attributes, now)
 
     def running(self, stage: StagePass) -> AbstractContextManager[None]:

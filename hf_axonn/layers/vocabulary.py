@@ -29,6 +29,7 @@ from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim, t
 from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.linears import linear_size
 from hf_axonn.engine.matmul3d import Product, gathered_weight
+from hf_axonn.engine.rows import Rows
 from hf_axonn.engine.weight_layout import vocabulary_range, weight_layout
 from hf_axonn.layers.base import patch_forward
 from hf_axonn.topology.weight_kind import WeightKind
@@ -171,7 +172,9 @@ class Head:
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor | DeferredLogits:
         state = self.state
-        return DeferredLogits(self, *own_tokens(hidden, state)) if defers(hidden, state) else self.full_logits(hidden)
+        if not defers(hidden, state):
+            return self.full_logits(hidden)
+        return DeferredLogits(self, *own_tokens(hidden, state), rows=state.context.rows)
 
     def product(self) -> Product:
         return Product(self.state, self.weights, self.layouts)
@@ -220,7 +223,7 @@ class DeferredLogits:
 
     In training with labels a parallelized model returns this as `outputs.logits`. Scaling and tanh (soft caps) are
     kept for the loss, which applies them chunk by chunk; whatever else is done with it forms the logits first, as
-    `full()` does, a collective over (x, y).
+    `full()` does, a collective over (x, y), and over context where that divides the positions of `rows`.
     """
 
     def __init__(
@@ -230,23 +233,27 @@ class DeferredLogits:
         tokens: Tokens,
         steps: tuple[Callable, ...] = (),
         beside: tuple[LowRank, ...] = (),
+        rows: Rows | None = None,
     ) -> None:
         self.head = head
         self.hidden = hidden
         self.tokens = tokens
         self.steps = steps
         self.beside = beside
+        self.rows = rows
         self._full: Tensor | None = None
 
     def full(self) -> Tensor:
-        """[B, S, V] on every rank of (x, y), each of which then repeats the same work. Collective over (x, y)."""
+        """[B, S, V] on every rank of (x, y) and context, each of which then repeats the same work. Collective over
+        (x, y), and over context."""
         if self._full is None:
             mesh = self.head.state.mesh
             logits = self.head.full_logits(gather_tokens(self.hidden, self.tokens, mesh))
             for adapter in self.beside:
                 low = gather_tokens(adapter.low, self.tokens, mesh)
                 logits = logits + F.linear(low, replicated_local(adapter.up, mesh, ())).to(logits.dtype)
-            self._full = self.apply_steps(logits)
+            logits = self.apply_steps(logits)
+            self._full = logits if self.rows is None else self.rows.gather(logits)
         return self._full
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -269,11 +276,15 @@ class DeferredLogits:
 
     def then(self, step: Callable[[Tensor], Tensor]) -> DeferredLogits:
         """The same logits with one more elementwise step."""
-        return DeferredLogits(self.head, self.hidden, self.tokens, (*self.steps, step), self.beside)
+        return DeferredLogits(self.head, self.hidden, self.tokens, (*self.steps, step), self.beside, self.rows)
+
+    def without_rows(self) -> DeferredLogits:
+        """Return the logits of this rank's positions alone, of rows that context divides."""
+        return DeferredLogits(self.head, self.hidden, self.tokens, self.steps, self.beside)
 
     def __add__(self, other):
         if isinstance(other, LowRank) and not self.steps:
-            return DeferredLogits(self.head, self.hidden, self.tokens, (), (*self.beside, other))
+            return DeferredLogits(self.head, self.hidden, self.tokens, (), (*self.beside, other), self.rows)
         return self.full() + other
 
     def to(self, *args, **kwargs) -> DeferredLogits | Tensor:
@@ -311,7 +322,8 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.tokens.batch, self.tokens.seq, linear_size(self.head.linear)[0]))
+        length = self.tokens.seq if self.rows is None else self.rows.length
+        return torch.Size((self.tokens.batch, length, linear_size(self.head.linear)[0]))
 
     def __getitem__(self, key) -> Tensor:
         return self.full()[key]

@@ -47,10 +47,15 @@ def label_statistics(
         [B * S] each: `log_probs` and `entropy` in nats, differentiable; `is_top1`, whether the target is the first of
         the most likely tokens; of `more`, without gradient, `mean_logits`, the mean over the vocabulary, and
         `log_sum_sq_probs`, the logarithm of the sum of squared probabilities.
-    Collectives: those of `_ShardedStatistics` for deferred logits, none for others.
+    Collectives: those of `_ShardedStatistics` for deferred logits, and an all-gather over context of each number where
+    that divides their positions; none for others.
     """
     if isinstance(logits, DeferredLogits) and logits.beside:
         logits = logits.full()
+    if isinstance(logits, DeferredLogits) and (rows := logits.rows) is not None:
+        own = rows.take(targets.view(rows.batch, -1), IGNORE_INDEX).reshape(-1)
+        found = label_statistics(logits.without_rows(), own, temperature=temperature, more=more)
+        return {name: rows.gather(value.view(rows.batch, -1)).reshape(-1) for name, value in found.items()}
     if not isinstance(logits, DeferredLogits):
         return _full_statistics(logits.reshape(-1, logits.shape[-1]), targets.to(logits.device), temperature, more)
     if temperature != 1.0:

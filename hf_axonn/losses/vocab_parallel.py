@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, pad
 
 from hf_axonn.distributed.collectives import reduce_, start_reduce_scatter
-from hf_axonn.distributed.mesh import ROWS, TOKENS
+from hf_axonn.distributed.mesh import ROWS
 from hf_axonn.engine.activation_layouts import pad_dim
+from hf_axonn.engine.rows import Rows
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.vocabulary import DeferredLogits, check_vocabulary
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, Targets
@@ -38,7 +39,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
     """`model.loss_function` of a parallelized causal LM.
 
     Every rank of (x, y) gets the same number. Collectives: those of `check_vocabulary` and of `_ChunkedLoss` over
-    (x, y) and, in training without num_items_in_batch, one all-reduce of a count over (data, z).
+    (x, y) and, in training without num_items_in_batch, one all-reduce of a count over the ranks with different rows.
 
     Args:
         state: of the model.
@@ -58,6 +59,8 @@ class ShardedCausalLMLoss(CausalLMLoss):
         if stage is not None and not stage.last:
             self.calls += 1
             return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
+        if self._handed is not None and isinstance(logits, Tensor) and (rows := self._divided_rows(logits)):
+            logits = rows.gather(logits)
         return super().__call__(logits, *args, **kwargs)
 
     def targets(self, labels: Tensor | None, shift_labels: Tensor | None = None, **options: Any) -> Targets:
@@ -100,7 +103,30 @@ class ShardedCausalLMLoss(CausalLMLoss):
             super().note(nll, targets, *more)
 
     def weighted_nll(self, logits: Tensor | DeferredLogits, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Same as the base class; for `DeferredLogits` the head is applied here."""
+        """Same as the base class; for `DeferredLogits` the head is applied here.
+
+        Logits of this rank's positions alone, as context divides them, are taken with their targets, and what is
+        returned is of whole rows. Collectives then: an all-gather and an all-reduce over context.
+        """
+        rows = self._divided_rows(logits)
+        if rows is None:
+            return self._own_nll(logits, targets, weights)
+        own = [
+            rows.take(each.view(rows.batch, -1), fill).reshape(-1)
+            for each, fill in ((targets, IGNORE_INDEX), (weights, 0))
+        ]
+        total, nll = self._own_nll(logits, *own)
+        return rows.sum(total), rows.gather(nll.view(rows.batch, -1)).reshape(-1)
+
+    def _divided_rows(self, logits: Tensor | DeferredLogits) -> Rows | None:
+        """Return the rows of which these logits are this rank's positions; None where they are of whole rows."""
+        if isinstance(logits, DeferredLogits):
+            return logits.rows
+        rows = self.state.context.rows
+        return rows if rows is not None and logits.dim() == 3 and rows.is_own(logits) else None
+
+    def _own_nll(self, logits: Tensor | DeferredLogits, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """`weighted_nll` of the tokens that this rank has."""
         if not isinstance(logits, DeferredLogits):
             total, nll = super().weighted_nll(logits, targets, weights)
             return self._smooth(total, logits, weights) if self._smoothing else total, nll
@@ -132,8 +158,8 @@ class ShardedCausalLMLoss(CausalLMLoss):
     def normalize(self, weighted_sum: Tensor, kept_count: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Same as the base class.
 
-        In training without num_items_in_batch: sum * data * z / kept tokens of all ranks, so that the average over
-        data and z that gradients get is right for unequal counts. With num_items_in_batch, in a pass whose loss is
+        In training without num_items_in_batch: sum * (ranks with different rows) / kept tokens of all of them, so that
+        the average that gradients get is right for unequal counts. With num_items_in_batch, in a pass whose loss is
         divided at its end (losses/shares.py), times what it is divided by.
         """
         if num_items_in_batch is not None and self.state.context.share_factor != 1:
@@ -142,7 +168,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
             return super().normalize(weighted_sum, kept_count, num_items_in_batch)
         mesh = self.state.mesh
         kept_count = kept_count if self._kept_of_batch is None else self._kept_of_batch
-        count = reduce_(kept_count.to(weighted_sum.device, torch.float64, copy=True), mesh.group(*TOKENS))
+        count = reduce_(kept_count.to(weighted_sum.device, torch.float64, copy=True), mesh.group(*ROWS))
         return weighted_sum * (mesh.size(*ROWS) / count.clamp(min=1)).to(weighted_sum.dtype)
 
 

@@ -45,6 +45,7 @@ from hf_axonn.parallel.adapters.install import install_adapters, without_wrapper
 from hf_axonn.parallel.adapters.peft_hooks import watch_peft
 from hf_axonn.parallel.batch_check import install_batch_check
 from hf_axonn.parallel.compiled import compile_regions
+from hf_axonn.parallel.context_parallel import check_context, install_context
 from hf_axonn.parallel.documents import install_documents
 from hf_axonn.parallel.four_bit import check_four_bit, four_bit_modules, pack_four_bit, refuse_quantized
 from hf_axonn.parallel.install import install_layers, shard_parameters
@@ -111,8 +112,6 @@ def _check(model: nn.Module, inner: nn.Module, config: AxonnConfig) -> str:
         )
     refuse_quantized(inner)
     check_adapters(model)
-    if config.grid.context > 1:
-        raise ValueError(f"the positions of a row cannot be divided yet, and the grid is {config.grid}: omit context.")
     if config.grid.pipe > 1:
         _check_pipe(model, config.grid)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -129,12 +128,14 @@ def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutCh
     """Second phase: decide how the model is sharded, and refuse what does not fit. Changes and communicates nothing.
 
     Raises:
-        ValueError: one of `check_plan`, `check_four_bit` and `choose_layout`; residual_dtype of a model whose layers
-            are not known.
+        ValueError: one of `check_plan`, `check_context`, `check_four_bit` and `choose_layout`; residual_dtype of a
+            model whose layers are not known.
     """
     with without_wrappers(model):  # adapters follow what is done to the model that they adapt
         plan = plan_for(model)
     check_plan(model, plan)
+    if config.grid.context > 1:
+        check_context(model, plan, config.grid)
     if config.residual_dtype != "model" and plan.decoder is None:
         raise ValueError(
             f"residual_dtype is {config.residual_dtype}, but {type(model).__name__} is sharded Linear by Linear, and "
@@ -191,6 +192,8 @@ def _shard(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, state: Sh
         kinds = {id(each): kinds[id(each)] for each in model.parameters() if id(each) in kinds}
     shard_parameters(model, kinds, state)
     install_layers(model, plan, kinds, state, layout)
+    if state.grid.context > 1:
+        install_context(state, model, plan)
     install_documents(model)
     if stages is not None:
         pipeline = Pipeline(state, stages, model)

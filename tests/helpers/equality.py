@@ -20,7 +20,7 @@ from hf_axonn.compat.torch import like_dtensor, placement_of, shard_in
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import Grid, GridPosition
 from tests.helpers.devices import rank_device
 from tests.helpers.float64 import Float64, not_nan, relative_errors
 from tests.helpers.models import tiny_batch
@@ -121,9 +121,8 @@ def give_gradients(parameters: list[nn.Parameter], shards: list[nn.Parameter]) -
 
 
 def rows_of(batch: Batch, grid: Grid, rank: int) -> Batch:
-    """The rows of a global batch that the (data, z) position of `rank` sees."""
-    here = grid.coordinates(rank)
-    index = here["data"] * grid.z + here["z"]
+    """The rows of a global batch that `rank` is given."""
+    index = GridPosition(grid, grid.coordinates(rank)).index("data", "rows")
     rows = len(next(value for value in batch.values() if value.dim())) // grid.dp_size
     return {key: value[index * rows : (index + 1) * rows] if value.dim() else value for key, value in batch.items()}
 

@@ -200,7 +200,7 @@ def test_masks_that_number_documents_are_found_in_the_first_batch():
     assert separate_documents(model, batch) is batch
 
 
-GRIDS = (Grid(z=2), Grid(x=2), Grid(pipe=2))
+GRIDS = (Grid(z=2), Grid(x=2), Grid(pipe=2), Grid(z=2, context=2))
 
 
 @exact()

@@ -1,0 +1,88 @@
+"""Rows of a batch whose positions are divided over context, and the ways between whole rows and a rank's positions.
+
+    whole   [B, S, ...]   what every rank of context is given, and gives back
+    own     [B, L, ...]   L = ceil(S / context) positions in a row; rank i has those from i * L on. What lies behind
+                          the end of the row only fills it up, and counts nowhere
+
+What a rank computes of its own positions is a part of a sum over context, as a partial result is over x or y.
+Gradients are averaged over z, and with it over context, so the gradient of a part is multiplied by context once: where
+the loss is summed, and where whole rows are gathered that all ranks then use alike (`scale_gradient`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_axonn.distributed.collectives import all_gather, all_reduce, gather_replicated
+from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.engine.dtensors import scale_gradient
+from hf_axonn.topology.grid import ceil_div
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a batch that is passing through the model, and the positions of this rank.
+
+    Args:
+        mesh: whose context divides the positions.
+        batch: B.
+        length: S, positions of a whole row.
+        position_ids: [1 or B, S], of whole rows.
+        attention_mask: as the model was given it: of whole rows, or None.
+        documents: whether documents are told apart by `position_ids`, as in a pass without a cache.
+    """
+
+    mesh: GridMesh
+    batch: int
+    length: int
+    position_ids: Tensor
+    attention_mask: Tensor | None = None
+    documents: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Ranks that share the positions."""
+        return self.mesh.size("context")
+
+    @property
+    def own_length(self) -> int:
+        """L, positions of each rank."""
+        return ceil_div(self.length, self.parts)
+
+    @property
+    def filled(self) -> int:
+        """Positions of all ranks that lie behind the end of the row."""
+        return self.own_length * self.parts - self.length
+
+    def take(self, whole: Tensor, fill: int = 0) -> Tensor:
+        """[B, S, ...] -> this rank's positions [B, L, ...]; behind the end of the row stands `fill`."""
+        start = self.mesh.index("context") * self.own_length
+        own = whole[:, start : start + self.own_length]
+        missing = self.own_length - own.shape[1]
+        return torch.cat([own, own.new_full((len(own), missing, *own.shape[2:]), fill)], dim=1) if missing else own
+
+    def is_own(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is [B, L, ...] of this rank's positions, and not of whole rows."""
+        return tensor.shape[:2] == (self.batch, self.own_length)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """[B, L, ...] -> whole rows [B, S, ...], which all ranks of context use alike. All-gather over context.
+
+        Backward: this rank's positions of the gradient, times context.
+        """
+        blocks = gather_replicated(scale_gradient(own.contiguous(), self.parts), self.mesh.group("context"))
+        return blocks.movedim(0, 1).flatten(1, 2).narrow(1, 0, self.length)
+
+    def join(self, own: Tensor) -> Tensor:
+        """[B, L, ...] -> whole rows [B, S, ...], of which each rank of context goes on with its own positions.
+        All-gather over context; backward: the reduce-scatter of what each rank has for all positions."""
+        blocks = all_gather(own.contiguous(), self.mesh.group("context"))
+        return blocks.movedim(0, 1).flatten(1, 2).narrow(1, 0, self.length)
+
+    def sum(self, own: Tensor) -> Tensor:
+        """Sum of what each rank has computed of its own positions. All-reduce over context; backward: times
+        context."""
+        return all_reduce(scale_gradient(own, self.parts), self.mesh.group("context"))

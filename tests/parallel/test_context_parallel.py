@@ -1,0 +1,165 @@
+"""Rows whose positions are divided over context: equal to one process, whatever the rows are and whoever asks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from hf_axonn import parallelize
+from hf_axonn.distributed.collectives import observe
+from hf_axonn.topology.grid import Grid
+from tests.end_to_end.test_equivalence import SITUATIONS
+from tests.helpers.equality import Case, compare, too_large
+from tests.helpers.float64 import checkpointed
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import refused, run_ranks
+from tests.layers.test_moe import moe
+
+
+pytestmark = pytest.mark.usefixtures("device")
+
+BOUND = 1e-10
+TWO = [Grid(z=2, context=2)]
+FOUR = [Grid(z=4, context=4), Grid(z=4, context=2), Grid(z=2, x=2, context=2), Grid(z=2, y=2, context=2)]
+GEMMA = dict(query_pre_attn_scalar=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+LONG_ROPE = dict(
+    original_max_position_embeddings=8,  # which the row exceeds and this rank's positions may not
+    rope_parameters={
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1],
+        "long_factor": [2.0, 3.5],
+    },
+)
+
+
+def errors(cases, grids):
+    """What is not equal to one process, of each case on each grid, all in one launch."""
+    with_truth = [(each, each.truth()) for each in cases]
+    table = run_ranks(compare, grids[0].size, with_truth, grids, timeout=560)[0]
+    assert len(table) == len(cases) * len(grids)
+    return too_large(table, BOUND)
+
+
+def of_model(name, make=tiny_model, *, steps=1, **changes):
+    """A case of rows that neither 2 nor 4 divides, some of them padded."""
+    return Case(name, functools.partial(make, name, **changes), [tiny_batch(4, 9)], steps=steps)
+
+
+def checkpointed_case(case):
+    return dataclasses.replace(case, before=functools.partial(checkpointed, reentrant=False))
+
+
+FAMILIES = [
+    of_model("mistral", steps=3),
+    of_model("gemma2", attention="eager", attn_logit_softcapping=20.0, final_logit_softcapping=15.0, **GEMMA),
+    of_model("gemma3_text", **GEMMA),
+    of_model("phi3", **LONG_ROPE),
+    checkpointed_case(
+        of_model("gpt_oss", moe)
+    ),  # sinks, one a head; routers' auxiliary loss, which filling must not join
+    of_model("qwen3_moe", moe),
+    of_model(
+        "bamba", mamba_n_heads=4, mamba_d_head=24, mamba_n_groups=2, attn_layer_indices=[1]
+    ),  # states along the row
+    of_model("deepseek_v3", moe),  # values narrower than keys, one latent for all heads
+]
+# What a grid with context refuses, and a head count that 2 does not divide.
+NOT_HERE = ("logits_to_keep", "attention weights", "smollm2")
+HERE = [case for case in SITUATIONS if not any(word in case.name for word in NOT_HERE)]
+QUICK = {
+    "num_items_in_batch",
+    "tokens not divisible",
+    "left padding",
+    "sliding window, eager",
+    "packed rows",
+    "accumulation of two shapes",
+    "reentrant checkpointing, two shapes",
+    "inputs_embeds",
+    "loss on hidden states",
+    "loss of one's own",
+    "loss on the base model",
+    "loss in eval mode",
+}
+
+
+def test_situations_on_two_ranks():
+    quick = [case for case in HERE if case.name in QUICK]
+    assert len(quick) == len(QUICK)
+    assert not errors(quick, TWO)
+
+
+def test_kinds_of_attention_on_two_ranks():
+    assert not errors(FAMILIES, TWO)
+
+
+def test_context_beside_each_other_axis():
+    assert not errors([of_model("llama", steps=3)], FOUR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", FOUR, ids=str)
+def test_every_situation(grid):
+    assert not errors(HERE, [grid])
+
+
+@pytest.mark.slow
+def test_kinds_of_attention_beside_each_other_axis():
+    assert not errors(FAMILIES, FOUR[1:])  # kv heads of gemma and mistral are repeated on some
+
+
+def refusals():
+    """What a model over context says to calls that it does not take."""
+    model, _ = parallelize(tiny_model("llama"), TWO[0])
+    batch = {"input_ids": tiny_batch(2, 9)["input_ids"]}
+    calls = {
+        "use_cache=True": dict(use_cache=True),
+        "logits_to_keep": dict(logits_to_keep=1),
+        "output_attentions": dict(output_attentions=True),
+        "position_ids are": dict(position_ids=torch.zeros(2, 4, dtype=torch.long)),
+    }
+    said = {name: refused(model, **batch, **more) for name, more in calls.items()}
+    return said | {"generate": refused(model.generate, **batch)}
+
+
+def test_what_divided_rows_do_not_have_is_refused_by_name():
+    for said in run_ranks(refusals, 2):
+        for name, message in said.items():
+            assert message.startswith(name if name != "generate" else "generate is not supported"), message
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("llama", dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=36), "9 of its 9 heads"),
+        ("bloom", {}, "takes no position_ids"),
+        ("mamba", {}, "no causal language model whose layers are known (no block plan for mamba models"),
+        ("gptj", {}, "does not take its attention function from ALL_ATTENTION_FUNCTIONS"),
+        ("opt", {}, "counts positions from its tokens or its attention mask"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused_with_the_reason(kind, changes, reason):
+    def make():
+        return refused(parallelize, tiny_model(kind, attention="eager", **changes), TWO[0])
+
+    assert reason in make()
+
+
+def traffic_of(grid):
+    """Collectives of a step by kind and group size."""
+    model, _ = parallelize(tiny_model("llama").train(), grid)
+    found = []
+    with observe(lambda kind, payload, group: found.append((kind, payload, group.size()))):
+        model(**tiny_batch(2, 8)).loss.backward()
+    return found
+
+
+def test_a_layer_exchanges_its_heads_twice_each_way():
+    """Two layers of two rows, 4 positions a rank: q 12, k and v 6 heads of 4 features, and 12 heads back."""
+    for found in run_ranks(traffic_of, 2, TWO[0]):
+        sizes = [payload for kind, payload, _ in found if kind == "all_to_all"]
+        there, back = 2 * 4 * (12 + 6 + 6) * 4 * 8, 2 * 4 * 12 * 4 * 8
+        assert sizes == [there, back] * 2 + [back, there] * 2
