@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 
 from hf_axonn import AxonnPlugin, Grid
@@ -104,6 +105,7 @@ def _loop(folder: Path, grid: Grid, *, save_at: tuple[int, int] | None = None, l
 
 def _loops(folder: str, grids: list[Grid]) -> None:
     for grid in grids:
+        AcceleratorState._reset_state()  # all accelerators of a process share the grid of the first
         place = Path(folder, str(grid))
         one = _loop(place, grid)
         for save_at in ((0, 4), (1, 2)):
