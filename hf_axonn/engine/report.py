@@ -33,6 +33,7 @@ class Report:
         grid: the grid as text.
         summary: how the model was sharded.
         layout: how the residual stream is laid out between blocks, and why.
+        rows: how context divides the positions of rows; empty without it.
         entries: one for each module that has parameters of its own.
         counted: ids of the parameters in them, while they are written.
     """
@@ -40,6 +41,7 @@ class Report:
     grid: str
     summary: str
     layout: str = ""
+    rows: str = ""
     entries: list[Entry] = field(default_factory=list)
     counted: set[int] = field(default_factory=set, repr=False, compare=False)
 
@@ -64,8 +66,7 @@ class Report:
             counts[key] += 1
             sizes[key] += entry.parameters
         lines = [f"grid {self.grid}: {self.summary}"]
-        if self.layout:
-            lines.append(f"  {self.layout}")
+        lines += [f"  {text}" for text in (self.layout, self.rows) if text]
         for (kind, reason), count in counts.items():
             text = f"{reason}" if kind == WeightKind.REPLICATED else f"{kind}{', ' + reason if reason else ''}"
             mark = "not sharded" if kind == WeightKind.REPLICATED else "sharded"

@@ -85,6 +85,18 @@ def _why_not_attention(attention: nn.Module) -> str:
     return ""
 
 
+def describe_rows(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
+    """Return a line for the report; empty without context."""
+    if grid.context == 1:
+        return ""
+    along = [name for name in plan.full_sequence if _why_not_attention(model.get_submodule(name))]
+    attention = sum(1 for block in plan.blocks if block.query) + len(plan.full_sequence) - len(along)
+    text = (
+        f"positions of rows over {grid.context} ranks of context: {attention} attentions exchange heads for positions"
+    )
+    return f"{text}, {len(along)} modules run on whole rows ({along[0]} ...)" if along else text
+
+
 def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -> None:
     """Let calls of a model and of its base model compute this rank's positions. No communication.
 

@@ -45,7 +45,7 @@ from hf_axonn.parallel.adapters.install import install_adapters, without_wrapper
 from hf_axonn.parallel.adapters.peft_hooks import watch_peft
 from hf_axonn.parallel.batch_check import install_batch_check
 from hf_axonn.parallel.compiled import compile_regions
-from hf_axonn.parallel.context_parallel import check_context, install_context
+from hf_axonn.parallel.context_parallel import check_context, describe_rows, install_context
 from hf_axonn.parallel.documents import install_documents
 from hf_axonn.parallel.four_bit import check_four_bit, four_bit_modules, pack_four_bit, refuse_quantized
 from hf_axonn.parallel.install import install_layers, shard_parameters
@@ -156,7 +156,7 @@ def _apply(
     second_scales = pack_four_bit(model)
     broadcast_all([*model.parameters(), *model.buffers(), *second_scales])
     before = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
-    report = Report(str(config.grid), plan.summary(), layout.reason)
+    report = Report(str(config.grid), plan.summary(), layout.reason, describe_rows(model, plan, config.grid))
     state = ShardedModel(mesh, config, model, report=report, features=layout.features, names=list(before))
     with without_wrappers(model):
         _shard(model, plan, layout, state)

@@ -40,6 +40,7 @@ from tests.helpers.operators import Operators
 
 GRID = Grid(data=2, z=2, y=2, x=2)
 PIPED = Grid(pipe=2, z=2, y=2, x=2)
+DIVIDED_ROWS = Grid(data=4, z=2, x=2, context=2)
 ROWS, SEQ = 4, 16
 EXPERTS = dict(num_experts=8, num_local_experts=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
@@ -93,6 +94,13 @@ def stage(kind: str, reads: HostReads, schedule: str = "1f1b") -> None:
 
 def zero_bubble(kind: str, reads: HostReads) -> None:
     stage(kind, reads, "zero_bubble")
+
+
+def context(kind: str, reads: HostReads) -> None:
+    """Rows of a length that context does not divide."""
+    model, _ = parallelize(make_fake(kind, num_hidden_layers=2), DIVIDED_ROWS)
+    with mock.patch.object(sys.modules[__name__], "SEQ", SEQ - 1):
+        train(model, reads)
 
 
 def products(kind: str, reads: HostReads) -> None:
@@ -355,6 +363,7 @@ def streams(kind: str, reads: HostReads) -> None:
 
 
 SITUATIONS = dict(
+    context=context,
     first_stage=stage,
     last_stage=stage,
     zero_bubble=zero_bubble,

@@ -15,7 +15,7 @@ from tests.helpers import fake_cuda
 
 
 STEPS = "tests.end_to_end.fake_cuda_steps"
-QUICK = ["llama", "mixtral", "llama-reentrant", "llama-lora", "mixtral-zero_bubble"]
+QUICK = ["llama", "mixtral", "llama-reentrant", "llama-lora", "mixtral-zero_bubble", "llama-context"]
 # fp16 is by Accelerate, goldfish by a Trainer, default_device with dropout.
 QUICK += ["llama-fp16", "gpt2-default_device", "llama-goldfish", "llama-evaluate", "qwen3_moe-sample"]
 SLOW = ["gpt2", "starcoder2", "gemma2", "olmo2", "phi3", "mamba", "qwen3_moe", "deepseek_v3"]
@@ -35,6 +35,8 @@ SLOW += [
     "llama-first_stage",
     "mixtral-first_stage",
     "gpt2-last_stage",
+    "mixtral-context",
+    "gemma2-context",
     "gemma2-zero_bubble",
 ]
 SLOW += ["mixtral-many_foreign", "qwen3_moe-one_expert", "llama-generate", "qwen3_moe-generate", "mamba-generate"]

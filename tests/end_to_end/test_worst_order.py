@@ -247,6 +247,7 @@ QUICK = [
     (Grid(y=2, x=2), "MoE", "gloo", "none", False),
     (Grid(data=2, y=2), "Trainer, bf16", "gloo", "none", True),
     (Grid(pipe=2, z=2), "zero bubble", "nccl", "none", False),
+    (Grid(z=2, x=2, context=2), "plain", "nccl", "none", False),
 ]
 KINDS = {
     *("all_gather", "reduce_scatter", "all_to_all", "irecv +1", "isend +1", "barrier", "broadcasts"),
@@ -299,6 +300,14 @@ def test_no_bit_changes_on_any_grid(tmp_path, mode, like):
     if like == "nccl":
         cases += [(grid, mode, like, keep, False) for grid in grids if grid.z > 1 for keep in ("all", 1)]
     check(cases, tmp_path, timeout=560)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("like", ["gloo", "nccl"])
+def test_no_bit_changes_where_rows_are_divided(tmp_path, like):
+    grids = [Grid(z=2, x=2, context=2), Grid(z=4, context=2)]
+    modes = ("plain", "MoE", "bfloat16", "recomputed")
+    check([(grid, mode, like, "none", False) for grid in grids for mode in modes], tmp_path, timeout=560)
 
 
 @pytest.mark.slow
