@@ -54,8 +54,6 @@ def check_context(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
 
 
 def _why_not(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
-    if grid.pipe > 1:
-        return "stages of a pipeline send each other whole rows as yet, so pipe has to be 1"
     if plan.decoder is None or not has_causal_lm_loss(model):
         return "it is no causal language model whose layers are known" + (f" ({plan.reason})" if plan.reason else "")
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -64,6 +62,8 @@ def _why_not(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
         return "it does not make its attention masks by the functions of transformers.masking_utils"
     if reason := MIXES.get(model.config.model_type):
         return reason
+    if getattr(model.config, "z_loss_coefficient", 0):
+        return "its z_loss is a mean over logits, which a rank would take of its own: set z_loss_coefficient to 0"
     if counts_positions(model):
         return "it counts positions from its tokens or its attention mask"
     here = GridPosition(grid, grid.coordinates(0))
@@ -142,7 +142,8 @@ def _forward(
         own["attention_mask"] = rows.take(torch.ones_like(rows.position_ids).expand(rows.batch, -1))
     with state.context.with_rows(rows), _masks_of(rows, masks):
         output = original(**own)
-    return _gather(rows, output)
+    stage = state.context.stage
+    return output if stage is not None and not stage.last else _gather(rows, output)
 
 
 def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any]) -> Rows:

@@ -25,6 +25,7 @@ BOUND = 1e-10
 TWO = [Grid(z=2, context=2)]
 FOUR = [Grid(z=4, context=4), Grid(z=4, context=2), Grid(z=2, x=2, context=2), Grid(z=2, y=2, context=2)]
 GEMMA = dict(query_pre_attn_scalar=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=24, mamba_n_groups=2, attn_layer_indices=[1])  # states along the row
 LONG_ROPE = dict(
     original_max_position_embeddings=8,  # which the row exceeds and this rank's positions may not
     rope_parameters={
@@ -58,13 +59,10 @@ FAMILIES = [
     of_model("gemma2", attention="eager", attn_logit_softcapping=20.0, final_logit_softcapping=15.0, **GEMMA),
     of_model("gemma3_text", **GEMMA),
     of_model("phi3", **LONG_ROPE),
-    checkpointed_case(
-        of_model("gpt_oss", moe)
-    ),  # sinks, one a head; routers' auxiliary loss, which filling must not join
+    # Sinks, one a head; the auxiliary loss of routers, in which what fills up a row must not count.
+    checkpointed_case(of_model("gpt_oss", moe)),
     of_model("qwen3_moe", moe),
-    of_model(
-        "bamba", mamba_n_heads=4, mamba_d_head=24, mamba_n_groups=2, attn_layer_indices=[1]
-    ),  # states along the row
+    of_model("bamba", **MAMBA),
     of_model("deepseek_v3", moe),  # values narrower than keys, one latent for all heads
 ]
 # What a grid with context refuses, and a head count that 2 does not divide.
@@ -137,6 +135,7 @@ def test_what_divided_rows_do_not_have_is_refused_by_name():
         ("llama", dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=36), "9 of its 9 heads"),
         ("bloom", {}, "takes no position_ids"),
         ("mamba", {}, "no causal language model whose layers are known (no block plan for mamba models"),
+        ("bamba", MAMBA | dict(z_loss_coefficient=0.1), "z_loss"),
         ("gptj", {}, "does not take its attention function from ALL_ATTENTION_FUNCTIONS"),
         ("opt", {}, "counts positions from its tokens or its attention mask"),
     ],

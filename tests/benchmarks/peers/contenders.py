@@ -2,6 +2,7 @@
 
     plain           one process, no communication
     floor tokens    every rank takes its share of the tokens and of the optimizer's work, and communicates nothing
+    DDP short rows  DDP over as many tokens in rows that are shorter by the number of ranks: the floor for divided rows
     floor width     every rank takes its share of the heads, features and vocabulary, and communicates nothing
     DDP             torch's DistributedDataParallel
     FSDP2           torch's fully_shard, layer by layer and around the rest
@@ -38,7 +39,7 @@ from tests.benchmarks.peers.stages import InStages
 from tests.helpers.traffic_counter import TrafficCounter, count_traffic
 
 
-FLOORS = ("floor tokens", "floor width")
+FLOORS = ("floor tokens", "DDP short rows", "floor width")
 PEERS = ("DDP", "FSDP2", "native TP")
 STAGES = "FSDP2 in 2 stages"
 KEEPING = " keeping "  # between a grid and its keep_gathered
@@ -54,6 +55,7 @@ class Training:
         model: what is called; its parameters are this rank's.
         trained: the parameters that this rank's optimizer steps, all by default.
         parts, part: into how many parts the rows of a batch are cut, and which of them is this rank's.
+        short: whether rows are cut into shorter ones first, one for each part, where they are fewer.
         around_pass, around_forward, around_backward: what both, or forward, or backward, has to run inside of.
         vocabulary: ids are taken modulo this number (only the narrow floor has fewer than the text).
         counting: counts the collectives that run inside, where they can be counted.
@@ -64,6 +66,7 @@ class Training:
     trained: list[nn.Parameter] | None = None
     parts: int = 1
     part: int = 0
+    short: bool = False
     around_pass: Callable[[], AbstractContextManager] = nullcontext
     around_forward: Callable[[], AbstractContextManager] = nullcontext
     around_backward: Callable[[], AbstractContextManager] = nullcontext
@@ -82,6 +85,8 @@ class Training:
 
     def step(self, batch: Tensor) -> Tensor:
         """One optimizer step on ids [B, S], which are the same on every rank; returns this rank's loss."""
+        if self.short and len(batch) < self.parts:
+            batch = batch.reshape(self.parts, -1)
         rows = batch.chunk(self.parts)[self.part]
         if self.vocabulary is not None:
             rows = rows % self.vocabulary
@@ -112,13 +117,13 @@ def build(name: str, folder: Path) -> Training:
         return Training(AutoModelForCausalLM.from_pretrained(folder))
     if name == "floor tokens":
         model = AutoModelForCausalLM.from_pretrained(folder)
-        return Training(model, trained=_own_share(model, rank, world), parts=world, part=rank)
+        return Training(model, trained=_own_share(model, rank, world), parts=world, part=rank, short=True)
     if name == "floor width":
         config = narrow(AutoConfig.from_pretrained(folder), world)
         return Training(AutoModelForCausalLM.from_config(config), vocabulary=config.vocab_size)
-    if name == "DDP":
+    if name in ("DDP", "DDP short rows"):
         model = nn.parallel.DistributedDataParallel(AutoModelForCausalLM.from_pretrained(folder))
-        return Training(model, parts=world, part=rank)
+        return Training(model, parts=world, part=rank, short=name != "DDP")
     if name == "FSDP2":
         return Training(fully_sharded(AutoModelForCausalLM.from_pretrained(folder)), parts=world, part=rank)
     if name == STAGES:
@@ -142,7 +147,7 @@ def build(name: str, folder: Path) -> Training:
     return Training(
         model,
         parts=grid.dp_size,
-        part=mesh.index("data", "z"),
+        part=mesh.index("data", "rows"),
         around_backward=partial(syncing, model),  # as accelerator.backward does
         counting=None if grid.pipe > 1 else partial(count_traffic, grid),  # torch's schedules send by themselves
     )

@@ -138,8 +138,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
             axonn_on_cpus.load(args.axonn)
         except ValueError as error:
             parser.error(f"--axonn: {error}")
-    if args.ranks < 2 or args.rows % args.ranks:
-        parser.error(f"--rows is {args.rows}, but the rows of a batch have to divide by --ranks, which is at least 2.")
+    if args.ranks < 2:
+        parser.error(f"--ranks is {args.ranks}: contenders divide the work among at least 2.")
+    parts = {name: args.ranks for name in args.others if name in ("DDP", "FSDP2", STAGES)}
+    parts |= {name: parse_grid(name).dp_size for name in args.grids}
+    if uneven := next((name for name, size in parts.items() if args.rows % size), None):
+        parser.error(f"--rows is {args.rows}, which {uneven} cannot divide among {parts[uneven]} ranks.")
     return args
 
 

@@ -95,7 +95,7 @@ def steps(model: nn.Module, batch: dict[str, Tensor], *, grid: Grid | None = Non
             if of_logits:
                 kept = (batch["labels"][:, 1:] != -100).sum()
                 if axonn:
-                    dist.all_reduce(kept, group=axonn.mesh.group("data", "z"))
+                    dist.all_reduce(kept, group=axonn.mesh.group("data", "rows"))
                 loss = logits_loss(model, batch, kept) * (grid.dp_size if grid else 1)
             else:
                 loss = model(**batch).loss
@@ -154,6 +154,7 @@ def test_pipe_with_other_axes() -> None:
     cases = [("smollm2", grid, {}, False) for grid in (Grid(pipe=2, y=2), Grid(pipe=2, data=2))]
     cases += [("qwen3", Grid(pipe=2, z=2), {"schedule": "zero_bubble", "keep_gathered": "all"}, False)]
     cases += [("gpt2", Grid(pipe=2, x=2), {}, True)]
+    cases += [("qwen3", Grid(pipe=2, z=2, context=2), {}, False)]
     check(4, cases)
 
 
@@ -218,6 +219,13 @@ def test_receive_buffers_are_of_the_micro_batches_under_way() -> None:
 @pytest.mark.parametrize("world", [4, 8])
 def test_every_model_on_every_grid(world: int, kind: str) -> None:
     check(world, [(kind, grid, {}, False) for grid in GRIDS[world]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [Grid(pipe=2, z=2, context=2), Grid(pipe=2, z=4, context=2)], ids=str)
+def test_stages_of_rows_that_context_divides(grid: Grid) -> None:
+    cases = [("qwen3", grid, schedule, False) for schedule in SCHEDULES]
+    check(grid.size, [*cases, *((kind, grid, {}, kind == "gemma2") for kind in ("gpt2", "gemma2", "mixtral"))])
 
 
 @pytest.mark.slow
