@@ -162,3 +162,37 @@ def test_a_layer_exchanges_its_heads_twice_each_way():
         sizes = [payload for kind, payload, _ in found if kind == "all_to_all"]
         there, back = 2 * 4 * (12 + 6 + 6) * 4 * 8, 2 * 4 * 12 * 4 * 8
         assert sizes == [there, back] * 2 + [back, there] * 2
+
+
+def saved_bytes(grid, length):
+    """Bytes that autograd keeps of one row between the passes, gathered weights and parameters among them.
+
+    4 kv heads, which context divides; those that it does not divide are repeated, and kept so.
+    """
+    model, _ = parallelize(tiny_model("llama", max_position_embeddings=512, num_key_value_heads=4).train(), grid)
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.arange(length).remainder(100)[None] + 3
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids).loss
+    found = sum(storage.nbytes() for storage in kept.values())
+    loss.backward()
+    return found
+
+
+def bytes_a_position(grids):
+    """What a position more of a row costs a rank, by grid: weights and what else does not grow is left out so."""
+    return [(saved_bytes(grid, 256) - saved_bytes(grid, 128)) / 128 for grid in grids]
+
+
+def test_activations_of_a_row_fall_as_one_over_context():
+    grids = [Grid(z=4), Grid(z=4, context=2), Grid(z=4, context=4)]
+    for whole, half, quarter in run_ranks(bytes_a_position, 4, grids):
+        assert whole > 1000
+        assert half == pytest.approx(whole / 2, rel=0.1)
+        assert quarter == pytest.approx(whole / 4, rel=0.1)
