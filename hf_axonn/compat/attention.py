@@ -27,6 +27,11 @@ def finds_attention_function(module: nn.Module) -> bool:
     )
 
 
+def numbers_positions(module: nn.Module) -> bool:
+    """Return whether a module's forward numbers the positions that it is given by itself, from 0 on."""
+    return "arange" in getattr(getattr(_forward_of(module), "__code__", None), "co_names", ())
+
+
 def route_attention(module: nn.Module, route: Route) -> None:
     """Let a module call `route` with the attention function that it has found, in place of that function.
 

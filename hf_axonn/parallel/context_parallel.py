@@ -21,7 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.architectures.plan import PER_TOKEN, ShardingPlan
-from hf_axonn.compat.attention import counts_positions, finds_attention_function, mask_functions, route_attention
+from hf_axonn.compat.attention import (
+    counts_positions,
+    finds_attention_function,
+    mask_functions,
+    numbers_positions,
+    route_attention,
+)
 from hf_axonn.compat.transformers import has_causal_lm_loss, text_config
 from hf_axonn.engine.linears import is_linear
 from hf_axonn.engine.rows import Rows
@@ -79,6 +85,8 @@ def _why_not(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
 def _why_not_attention(attention: nn.Module) -> str:
     if not finds_attention_function(attention):
         return "does not take its attention function from ALL_ATTENTION_FUNCTIONS"
+    if numbers_positions(attention):
+        return "numbers positions by itself"
     for name, child in attention.named_children():
         if not (is_linear(child) or PER_TOKEN.search(type(child).__name__)):
             return f"has a part, {name}, that may read along the row"

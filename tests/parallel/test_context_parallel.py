@@ -136,6 +136,7 @@ def test_what_divided_rows_do_not_have_is_refused_by_name():
         ("bloom", {}, "takes no position_ids"),
         ("mamba", {}, "no causal language model whose layers are known (no block plan for mamba models"),
         ("bamba", MAMBA | dict(z_loss_coefficient=0.1), "z_loss"),
+        ("llama4_text", {}, "numbers positions by itself"),
         ("gptj", {}, "does not take its attention function from ALL_ATTENTION_FUNCTIONS"),
         ("opt", {}, "counts positions from its tokens or its attention mask"),
     ],
