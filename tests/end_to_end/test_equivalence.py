@@ -51,19 +51,20 @@ def test_five_steps_on_every_grid(world):
 
 
 def test_some_steps_on_every_grid_of_four():
-    """One model on each grid, two steps; each other on one where weights are cut along two axes; all in one launch.
+    """One model on each grid of two axes, two steps; each other on one that cuts weights twice; all in one launch.
 
     Five steps of the one that is trained as by Trainer.
     """
+    two_axes = [grid for grid in all_grids(4) if max(grid.as_dict().values()) == 2]
     cases = [
-        ([two_steps("llama")], all_grids(4)),
+        ([two_steps("llama")], two_axes),
         ([five_steps("smollm2"), two_steps("qwen2")], [Grid(y=2, x=2)]),
         ([two_steps("mistral"), two_steps("qwen3")], [Grid(z=2, x=2)]),
     ]
     assert {case.name for each, _ in cases for case in each} == set(BLOCKWISE)
     some = [([(case, case.truth()) for case in each], grids) for each, grids in cases]
     table = run_ranks(compare_some, 4, some)[0]
-    assert len(table) == 10 + len(BLOCKWISE) - 1
+    assert len(table) == 6 + len(BLOCKWISE) - 1
     assert not too_large(table, 1e-10)
 
 
@@ -236,6 +237,10 @@ SITUATIONS = [
 
 # Each is two of the others together, or another of two kinds; they run with the slow tests.
 MORE = {
+    "left padding",  # eager attention has it
+    "two forwards, one backward",
+    "tied llama",
+    "no overlap",
     "sliding window, eager",  # Mistral has a window above
     "packed rows, smollm2",
     "reentrant checkpointing",
