@@ -295,7 +295,7 @@ def switches_change_no_bit(grids, modes, combinations):
 @pytest.mark.parametrize(
     ("grid", "modes"),
     [
-        (Grid(z=2, x=2), {"plain": ["all", 1], "recomputed in part": ["recomputed"], "LoRA": ["all"]}),
+        (Grid(z=2, x=2), {"plain": [1], "recomputed in part": ["recomputed"], "LoRA": ["all"]}),
         pytest.param(Grid(z=2, x=2), dict.fromkeys(MODES, KEPT), marks=pytest.mark.slow),
         pytest.param(Grid(data=2, z=2), dict.fromkeys(MODES, KEPT), marks=pytest.mark.slow),
     ],
