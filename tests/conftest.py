@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
 import time
 from collections.abc import Iterator
 
+import accelerate.utils.imports
 import hypothesis
 import pytest
 
@@ -23,6 +25,10 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("tests")
+
+
+# Every Accelerator and data loader asks which packages there are, and each time their metadata would be parsed.
+accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
 
 
 # Packages that the extra `test` has beyond `test-gpu`, and the files that import them; `make rehearsal` runs without.

@@ -6,10 +6,12 @@ release of a proven minor release counts as proven.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError, version
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
@@ -59,8 +61,22 @@ def requirements(*libraries: str) -> list[Requirement]:
     Raises:
         PackageNotFoundError: it is not installed.
     """
-    found = [item for item in map(Requirement, requires("hf_axonn") or ()) if item.name in libraries]
+    found = [item for item in map(_parse, requires("hf_axonn")) if item.name in libraries]
     return [item for item in found if item.marker is None or item.name not in NEEDED]
+
+
+# Reading and parsing takes milliseconds, and every grid asks.
+_parse = functools.cache(Requirement)
+
+
+@functools.cache
+def requires(package: str) -> tuple[str, ...]:
+    """Return what the metadata of a package requires, each in the words of a requirements file.
+
+    Raises:
+        PackageNotFoundError: it is not installed.
+    """
+    return tuple(metadata.requires(package) or ())
 
 
 def outside(requirement: Requirement) -> str:

@@ -336,7 +336,6 @@ def test_ranks_of_x_and_y_share_what_a_process_gets(grid, every):
     run_ranks(_compare, 4, [grid], stock(every), every)
 
 
-@SOME_AND_EVERY
-def test_ranks_of_x_alone_are_one_process(every):
-    truth = [observe(None, every)]
-    run_ranks(_compare, 2, [Grid(x=2)], truth, every)
+@pytest.mark.slow  # those of z and x share, too
+def test_ranks_of_x_alone_are_one_process():
+    run_ranks(_compare, 2, [Grid(x=2)], [observe(None, True)], True)

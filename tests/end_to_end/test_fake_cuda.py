@@ -15,10 +15,10 @@ from tests.helpers import fake_cuda
 
 
 STEPS = "tests.end_to_end.fake_cuda_steps"
-QUICK = ["llama", "mixtral", "llama-reentrant", "llama-lora", "mixtral-zero_bubble", "llama-context"]
+QUICK = ["llama", "llama-reentrant", "llama-lora", "mixtral-zero_bubble", "llama-context"]
 # fp16 is by Accelerate, goldfish by a Trainer, default_device with dropout.
 QUICK += ["llama-fp16", "gpt2-default_device", "llama-goldfish", "llama-evaluate", "qwen3_moe-sample"]
-SLOW = ["gpt2", "starcoder2", "gemma2", "olmo2", "phi3", "mamba", "qwen3_moe", "deepseek_v3"]
+SLOW = ["mixtral", "gpt2", "starcoder2", "gemma2", "olmo2", "phi3", "mamba", "qwen3_moe", "deepseek_v3"]
 # Of checkpoints the reentrant ones are those that the host reads for, so one of them is quick.
 SLOW += [
     "llama-checkpointed",

@@ -107,10 +107,11 @@ def made(mode, grid, *, overlap=True, keep="none"):
 def trained(model, grid, folder=None, *, overlap=True, steps=2, micro_batches=2):
     """Everything that some clipped AdamW steps leave on this rank, and with a folder, what is written after them.
 
-    Without, clipping and AdamW work on the shards as plain tensors, because DTensor plans each operation for seconds.
+    Clipping and AdamW work on the shards as plain tensors, because DTensor plans each operation for seconds; they work
+    on DTensors in LOOPS, which save an optimizer, too.
     """
     parameters = {name: its for name, its in model.named_parameters() if its.requires_grad}
-    updated = {name: its if folder else local(its) for name, its in parameters.items()}
+    updated = {name: local(its) for name, its in parameters.items()}
     optimizer = torch.optim.AdamW(updated.values(), lr=1e-2, weight_decay=0.1)
     found = {}
     for step in range(steps):
@@ -124,18 +125,15 @@ def trained(model, grid, folder=None, *, overlap=True, steps=2, micro_batches=2)
             sync_gradients(model)
         shards = {name: its.grad.to_local() for name, its in parameters.items()}
         found |= {f"gradient {step} {name}": shard.clone() for name, shard in shards.items()}
-        gradients = [its.grad for its in parameters.values()] if folder else shards.values()
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=False)
-        found[f"norm {step}"] = norm = norm.full_tensor() if folder else norm
+        found[f"norm {step}"] = norm = torch.nn.utils.get_total_norm(shards.values(), foreach=False)
         for shard in shards.values():
             shard.mul_((0.5 / norm).clamp(max=1.0))
-        if not folder:
-            give_gradients(parameters.values(), updated.values())
+        give_gradients(parameters.values(), updated.values())
         optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()
     if folder:
-        save_sharded(model, folder, optimizer=optimizer, async_save=True)
+        save_sharded(model, folder, async_save=True)
         prompt = rows_of(tiny_batch(4, 5, seed=7), grid, dist.get_rank())["input_ids"]
         found["written"] = model.eval().generate(
             input_ids=prompt,

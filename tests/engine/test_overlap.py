@@ -22,7 +22,7 @@ from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.engine.overlap import GatherAhead, GradientSchedule, ReductionQueue
 from hf_axonn.topology.grid import Grid
-from tests.helpers.equality import rows_of
+from tests.helpers.equality import give_gradients, local, rows_of
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 
@@ -253,15 +253,18 @@ def step(model, grid, *, number=0, micro_batches=2, ahead=True):
 def bits(model, grid, *, steps=2, **options):
     """Everything that a few steps leave, as this rank holds it. What begins ahead is known after the first pass."""
     trained = {name: its for name, its in model.named_parameters() if its.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    shards = [local(its) for its in trained.values()]  # DTensor would plan each operation of AdamW
+    optimizer = torch.optim.AdamW(shards, lr=1e-2)
     found = {}
     for number in range(steps):
         found |= {
             f"loss {number}.{micro}": loss for micro, loss in enumerate(step(model, grid, number=number, **options))
         }
         found |= {f"gradient {number} {name}": its.grad.to_local().clone() for name, its in trained.items()}
+        give_gradients(trained.values(), shards)
         optimizer.step()
         optimizer.zero_grad()
+        model.zero_grad()
     return found | {f"parameter {name}": its.to_local().detach().clone() for name, its in trained.items()}
 
 
@@ -292,7 +295,7 @@ def switches_change_no_bit(grids, modes, combinations):
 @pytest.mark.parametrize(
     ("grid", "modes"),
     [
-        (Grid(z=2, x=2), {"plain": ["all", 1], "recomputed in part": ["recomputed"], "LoRA": ["all"]}),
+        (Grid(z=2, x=2), {"plain": [1], "recomputed in part": ["recomputed"], "LoRA": ["all"]}),
         pytest.param(Grid(z=2, x=2), dict.fromkeys(MODES, KEPT), marks=pytest.mark.slow),
         pytest.param(Grid(data=2, z=2), dict.fromkeys(MODES, KEPT), marks=pytest.mark.slow),
     ],

@@ -7,6 +7,7 @@ losses, its gradients, their clipped norm and the parameters after several steps
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -81,7 +82,7 @@ def fit(
 ) -> Outcome:
     """Train for some AdamW steps, each over all micro-batches, with clipping.
 
-    `as_trainer`: clip and step on the DTensors, all at once, as Trainer does. Otherwise DTensor gives the norm, and
+    `as_trainer`: clip and step on the DTensors, all at once, as Trainer does. Otherwise the norm is summed over, and
     clipping and AdamW, which are elementwise, work on each rank's shards: DTensor plans the placement of every
     operation anew for every shape and mesh, which costs more than all of the model.
     """
@@ -102,7 +103,7 @@ def fit(
             outcome.norms.append(full(nn.utils.clip_grad_norm_(trained, max_norm)))
         else:
             gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-            outcome.norms.append(full(nn.utils.get_total_norm(gradients, foreach=False)))
+            outcome.norms.append(norm_by_shards(gradients))
             give_gradients(trained, updated)
             nn.utils.clip_grads_with_norm_(updated, max_norm, outcome.norms[-1], foreach=False)
         optimizer.step()
@@ -110,6 +111,25 @@ def fit(
         model.zero_grad()
     outcome.parameters = {name: copied(parameter) for name, parameter in model.named_parameters()}
     return outcome
+
+
+@torch.no_grad()
+def norm_by_shards(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together; collective where one of them is a DTensor, over all ranks."""
+    sharded = any(isinstance(gradient, DTensor) for gradient in gradients)
+    total = torch.zeros((), dtype=gradients[0].dtype, device=gradients[0].device)
+    for gradient in gradients:
+        own = shard_in(gradient) if isinstance(gradient, DTensor) else gradient
+        total += own.square().sum() / (ranks_with_the_same(gradient) if sharded else 1)
+    if sharded:
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+def ranks_with_the_same(tensor: Tensor) -> int:
+    """How many ranks hold the same shard of a DTensor, or a tensor that is none."""
+    pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True) if isinstance(tensor, DTensor) else ()
+    return dist.get_world_size() // math.prod(size for size, placement in pairs if placement.is_shard())
 
 
 def give_gradients(parameters: list[nn.Parameter], shards: list[nn.Parameter]) -> None:

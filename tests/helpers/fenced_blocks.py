@@ -24,6 +24,18 @@ from tests.tools.documents import SHELL, Block, blocks
 
 
 PREPARED = "docs/tutorials/fine_tune.md"  # up to its heading "Train"
+# What a page leaves behind that it promises.
+LEAVES = {
+    "README.md": ["out/axonn_checkpoint.json", "out-script/axonn_checkpoint.json", "runs/report/report.html"],
+    "docs/tutorials/fine_tune.md": ["trained/axonn_checkpoint.json", "runs/report/report.html"],
+    "docs/tutorials/cluster.md": ["grid/checkpoint-6/axonn_checkpoint.json", "plain/model.safetensors"],
+    "docs/tutorials/audit.md": ["overlaps.json", "runs/report/report.html", "audit.tar"],
+    "docs/how_to/lightning.md": ["exported/model.safetensors", "loop/lightning.pt"],
+    "docs/how_to/lora.md": ["adapters/adapter_model.safetensors", "runs/adapters/summary.json"],
+    "docs/how_to/qlora.md": ["qlora/adapter_model.safetensors"],
+    "docs/how_to/evaluate.md": ["my-model/model.safetensors"],
+    "docs/how_to/resume.md": ["out/checkpoint-6/trainer_state.json"],
+}
 # The beginnings of blocks that are not run, and why. This list may only become shorter.
 LEFT_OUT = {
     "make demo": "downloads a model and trains for minutes; pip asks an index of packages",
@@ -95,7 +107,11 @@ def _on_two_cores() -> None:
 
 
 def run_page(page: str, folder: Path, commands: Path = Path(sys.executable).parent, *, show: bool = False) -> str:
-    """Run all blocks of a page in a new folder, and return what they printed. Raises as `run_block`."""
+    """Run all blocks of a page in a new folder, and return what they printed.
+
+    Raises:
+        AssertionError: as `run_block`; or a file that the page promises is not there; or README printed a warning.
+    """
     folder.mkdir()
     make_model(folder)
     printed = []
@@ -106,7 +122,17 @@ def run_page(page: str, folder: Path, commands: Path = Path(sys.executable).pare
         if show:
             what = f"left out: {reason}" if reason else f"{time.monotonic() - begun:.1f} s"
             print(f"== {block.place}: {what}\n{printed[-1]}", flush=True)
+    missing = [name for name in LEAVES[page] if not (folder / name).exists()]
+    assert not missing, f"{page} promises {', '.join(missing)} in {folder}"
+    if page == "README.md":
+        _check_readme("\n".join(printed), folder)
     return "\n".join(printed)
+
+
+def _check_readme(printed: str, folder: Path) -> None:
+    assert not re.search("Warning|Error", printed), printed[-6000:]
+    assert "{'loss': " in printed.partition("\nnext:\n")[2], "train.py, which follows finetune, shows its losses"
+    assert "grid: {data: 1, z: 2, y: 1, x: 1}" in (folder / "axonn.yaml").read_text()
 
 
 def main() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -101,6 +102,7 @@ def forked(folder: Path, grid: Grid | None, *command: object, timeout: float = 2
 
 
 def _fork(folder: Path, log: Path, grid: Grid | None, command: list[str]) -> None:
+    gc.freeze()  # what the tests before have made is not collected again by every Trainer of every rank
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.compat.accelerate import forget_state
+from hf_axonn.compat.versions import check_versions
 from hf_axonn.distributed.consistency import gather_texts, versions
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.topology.grid import Grid, GridPosition
@@ -53,6 +54,7 @@ def fake_mesh(grid: Grid, rank: int) -> GridMesh:
 def _read_once() -> None:
     """Read before the first ranks are forked what each of them would for its first model: versions and sources."""
     versions()
+    check_versions()
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     weight_kinds(model, plan_for(model))

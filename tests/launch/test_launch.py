@@ -219,7 +219,7 @@ def test_axonn_launch_refuses_alike(file, monkeypatch, capsys):
             "nothing to train",
         ),
         SLOW("accelerate launch", "sys.exit('script.py: no such data')", 1, "script.py: no such data"),
-        ("accelerate launch", "raise ValueError('of the script')", 1, "ValueError: of the script"),
+        SLOW("accelerate launch", "raise ValueError('of the script')", 1, "ValueError: of the script"),
     ],
 )
 def test_a_line_for_each_rank_that_failed_follows_what_it_printed(launcher, fails, code, reason, tmp_path):

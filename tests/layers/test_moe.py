@@ -70,19 +70,44 @@ def moe(kind, **changes):
     return model
 
 
-def plan_blocks(monkeypatch, planned: bool) -> None:
+def plan_blocks(planned: bool, put=setattr) -> None:
     """Let `parallelize` cut by blocks, or Linear by Linear, whatever it would do by itself."""
 
     def plan_for(model):
         return derive(model, model.config.model_type) if planned else ShardingPlan(reason="for a test")
 
-    monkeypatch.setattr(importlib.import_module("hf_axonn.parallel.parallelize"), "plan_for", plan_for)
+    put(importlib.import_module("hf_axonn.parallel.parallelize"), "plan_for", plan_for)
 
 
-def errors(cases, grids):
-    with_truth = [(case, case.truth()) for case in cases]
-    table = run_ranks(compare, grids[0].size, with_truth, grids)[0]
-    assert len(table) == len(cases) * len(grids)
+@pytest.fixture
+def by_blocks(monkeypatch):
+    plan_blocks(True, monkeypatch.setattr)
+
+
+@dataclasses.dataclass
+class Planned:
+    """Cases on grids, cut by blocks or Linear by Linear."""
+
+    cases: list
+    grids: list[Grid]
+    by_blocks: bool = True
+
+
+def _compare_planned(each):
+    table = {}
+    for planned, with_truth in each:
+        plan_blocks(planned.by_blocks)  # for this rank alone
+        how = "blocks" if planned.by_blocks else "linears"
+        found = compare(with_truth, planned.grids)
+        table |= {(f"{case}, {how}", grid): errors for (case, grid), errors in found.items()}
+    return table
+
+
+def errors(*each: Planned):
+    """What is too large, of all in one start of the ranks."""
+    with_truth = [(planned, [(case, case.truth()) for case in planned.cases]) for planned in each]
+    table = run_ranks(_compare_planned, each[0].grids[0].size, with_truth)[0]
+    assert len(table) == sum(len(planned.cases) * len(planned.grids) for planned in each)
     return too_large(table, 1e-10)
 
 
@@ -90,55 +115,41 @@ def two_steps(kind, **changes):
     return Case(kind, functools.partial(moe, kind, **changes), steps=2)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "grid"), [(("mixtral", "deepseek_v3"), FOUR[0]), (("gpt_oss", "llama4_text"), FOUR[1])], ids=str
-)
-def test_two_steps_cut_by_blocks(monkeypatch, kinds, grid):
-    """Each kind on one of the grids. qwen3_moe has the ways of training below; olmoe differs from it in its sizes."""
-    plan_blocks(monkeypatch, True)
-    assert not errors([two_steps(kind) for kind in kinds], [grid])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grids", [TWO, FOUR], ids=["two", "four"])
-def test_two_steps_of_every_kind_cut_by_blocks(monkeypatch, grids):
-    plan_blocks(monkeypatch, True)
-    assert not errors([two_steps(kind) for kind in KINDS], grids)
-
-
 LINEARS = ("gpt_oss", "llama4_text")
 
 
-@pytest.mark.parametrize(("kind", "grid"), zip(LINEARS, FOUR, strict=True), ids=str)
-def test_two_steps_linear_by_linear(monkeypatch, kind, grid):
-    plan_blocks(monkeypatch, False)
-    assert not errors([two_steps(kind)], [grid])
+def test_two_steps():
+    """Each kind on one of the grids. qwen3_moe has the ways of training below; olmoe differs from it in its sizes."""
+    first, second = ([grid] for grid in FOUR)
+    assert not errors(
+        Planned([two_steps("mixtral"), two_steps("deepseek_v3")], first),
+        Planned([two_steps("gpt_oss"), two_steps("llama4_text", num_hidden_layers=1)], second),
+        Planned([two_steps("gpt_oss", num_hidden_layers=1)], first, by_blocks=False),
+        Planned([two_steps("llama4_text")], second, by_blocks=False),
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grids", [TWO, FOUR], ids=["two", "four"])
-def test_two_steps_linear_by_linear_on_more_grids(monkeypatch, grids):
-    plan_blocks(monkeypatch, False)
-    assert not errors([two_steps(kind) for kind in LINEARS], grids)
-
-
-def test_experts_that_do_not_divide(monkeypatch):
-    plan_blocks(monkeypatch, True)
-    assert not errors([two_steps("gpt_oss")], [Grid(z=2, x=3)])
+def test_two_steps_of_every_kind_cut_by_blocks(grids):
+    assert not errors(Planned([two_steps(kind) for kind in KINDS], grids))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", [Grid(x=3), Grid(z=2, x=3), Grid(z=2, y=2, x=2)], ids=str)
-def test_experts_that_do_not_divide_and_eight_ranks(monkeypatch, grid):
-    plan_blocks(monkeypatch, True)
-    assert not errors([two_steps("gpt_oss"), two_steps("llama4_text")], [grid])
+@pytest.mark.parametrize("grids", [TWO, FOUR], ids=["two", "four"])
+def test_two_steps_linear_by_linear_on_more_grids(grids):
+    assert not errors(Planned([two_steps(kind) for kind in LINEARS], grids, by_blocks=False))
+
+
+def test_experts_that_do_not_divide():
+    assert not errors(Planned([two_steps("gpt_oss", num_hidden_layers=1)], [Grid(z=2, x=3)]))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("by_blocks", [True, False], ids=["blocks", "linears"])
 @pytest.mark.parametrize("grid", [Grid(x=3), Grid(z=2, x=3), Grid(z=2, y=2, x=2)], ids=str)
-def test_experts_that_do_not_divide_linear_by_linear(monkeypatch, grid):
-    plan_blocks(monkeypatch, False)
-    assert not errors([two_steps("gpt_oss"), two_steps("llama4_text")], [grid])
+def test_experts_that_do_not_divide_and_eight_ranks(grid, by_blocks):
+    assert not errors(Planned([two_steps(kind) for kind in LINEARS], [grid], by_blocks=by_blocks))
 
 
 def counted(batch):
@@ -155,8 +166,7 @@ def frozen_experts(model):
 
 
 @pytest.mark.parametrize("all_grids", [False, SLOW(True)])
-def test_ways_of_training(monkeypatch, all_grids):
-    plan_blocks(monkeypatch, True)
+def test_ways_of_training(all_grids):
     make = functools.partial(moe, "qwen3_moe", num_hidden_layers=1)
     again = functools.partial(make, output_router_logits=False)
     batches = [tiny_batch(8, 7), tiny_batch(8, 5, seed=4)]
@@ -172,8 +182,8 @@ def test_ways_of_training(monkeypatch, all_grids):
     ]
     if not all_grids:  # experts that no host reads are checkpointed, too
         cases = [case for case in cases if case.name != "checkpointed"]
-    for grid, some in zip(FOUR, (cases, cases) if all_grids else (cases[::2], cases[1::2]), strict=True):
-        assert not errors(some, [grid])
+    on_each = (cases, cases) if all_grids else (cases[::2], cases[1::2])
+    assert not errors(*(Planned(some, [grid]) for grid, some in zip(FOUR, on_each, strict=True)))
 
 
 class GroupedMatmul(torch.autograd.Function):
@@ -202,12 +212,12 @@ UNREAD = functools.partialmethod(few_foreign_on_gpus, dtype=torch.bfloat16)
 NUMBER = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "deepseek_v3": "n_routed_experts"}
 
 
-def errors_without_reading(monkeypatch, kinds, grids, number, **options):
+def errors_without_reading(monkeypatch, kinds, grids, number, sizes=(), **options):
     """Of experts whose choices no host reads, as in bfloat16 on GPUs, against a loop over them on one process."""
-    plan_blocks(monkeypatch, True)
+    plan_blocks(True, monkeypatch.setattr)
     cases = []
     for kind in kinds:
-        make = functools.partial(moe, kind, **{NUMBER.get(kind, "num_experts"): number})
+        make = functools.partial(moe, kind, **{NUMBER.get(kind, "num_experts"): number}, **dict(sizes))
         case = Case(kind, make, **options)
         grouped = dataclasses.replace(case, make=functools.partial(make, experts_implementation="grouped_mm"))
         cases.append((grouped, case.truth()))
@@ -221,7 +231,8 @@ def errors_without_reading(monkeypatch, kinds, grids, number, **options):
 def test_experts_that_no_host_reads(monkeypatch):
     """With biases and without, recomputed in backward, on ranks of two, of one and of no expert."""
     again = functools.partial(checkpointed, reentrant=False)
-    assert not errors_without_reading(monkeypatch, ["mixtral", "gpt_oss"], FOUR[:1], 5, before=again)
+    short = {"num_hidden_layers": 1}
+    assert not errors_without_reading(monkeypatch, ["mixtral", "gpt_oss"], FOUR[:1], 5, short, before=again)
 
 
 @pytest.mark.slow
@@ -247,13 +258,8 @@ def one_sided():
 Z2X2, Z2Y2 = Grid(z=2, x=2), Grid(z=2, y=2)
 
 
-@pytest.mark.parametrize(
-    ("planned", "grid"),
-    [(True, Z2X2), (False, Z2Y2), SLOW(True, Z2Y2), SLOW(False, Z2X2)],
-    ids=lambda its: {True: "blocks", False: "linears"}.get(its, str(its)),
-)
-def test_a_rank_without_a_token_takes_part(monkeypatch, planned, grid):
-    plan_blocks(monkeypatch, planned)
+@pytest.mark.parametrize(("blocks", "linears"), [(Z2X2, Z2Y2), SLOW(Z2Y2, Z2X2)], ids=["some", "others"])
+def test_a_rank_without_a_token_takes_part(blocks, linears):
     batch = tiny_batch(8, 7)
     ids = batch["input_ids"] % 60 + 3
     ids[4:] += 66
@@ -264,10 +270,16 @@ def test_a_rank_without_a_token_takes_part(monkeypatch, planned, grid):
     model.model.layers[0].mlp.gate.register_forward_hook(lambda module, args, output: chosen.append(output[2]))
     model(input_ids=ids, attention_mask=batch["attention_mask"])
     assert chosen[0].view(8, 7)[:4].eq(0).all() and chosen[0].view(8, 7)[4:].eq(1).all()
-    assert not errors([case], [grid])
+    assert not errors(Planned([case], [blocks]), Planned([case], [linears], by_blocks=False))
 
 
-def _outputs(batch, kind):
+def _outputs(batch, of_blocks, of_linears):
+    _outputs_of(batch, of_blocks, True)
+    _outputs_of(batch, of_linears, False)
+
+
+def _outputs_of(batch, kind, planned):
+    plan_blocks(planned)
     grid = Grid(z=2, x=2)
     mine = rows_of(batch, grid, torch.distributed.get_rank())
     plain, (model, _) = moe(kind), parallelize(moe(kind), grid)
@@ -290,14 +302,9 @@ def _outputs(batch, kind):
         torch.testing.assert_close(ours.loss, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("planned", "kind"),
-    [(True, "mixtral"), (False, "gpt_oss"), SLOW(True, "gpt_oss"), SLOW(False, "mixtral")],
-    ids=lambda its: {True: "blocks", False: "linears"}.get(its, its),
-)
-def test_router_logits_are_those_of_the_plain_model(monkeypatch, planned, kind):
-    plan_blocks(monkeypatch, planned)
-    run_ranks(_outputs, 4, tiny_batch(8, 7), kind)
+@pytest.mark.parametrize(("blocks", "linears"), [("mixtral", "gpt_oss"), SLOW("gpt_oss", "mixtral")])
+def test_router_logits_are_those_of_the_plain_model(blocks, linears):
+    run_ranks(_outputs, 4, tiny_batch(8, 7), blocks, linears)
 
 
 def _memory(kind):
@@ -325,8 +332,7 @@ def _memory(kind):
         assert calls.count(("all_gather", size)) == 4 and calls.count(("reduce_scatter", size)) == 2
 
 
-def test_gathered_weights_do_not_live_from_forward_to_backward(monkeypatch):
-    plan_blocks(monkeypatch, True)
+def test_gathered_weights_do_not_live_from_forward_to_backward(by_blocks):
     run_ranks(_memory, 2, "mixtral")
 
 
@@ -364,9 +370,8 @@ def one_precision(name):
     ],
     ids=["grouped", "grouped on more grids", "batched"],
 )
-def test_other_ways_of_multiplying(monkeypatch, name, fours, threes):
+def test_other_ways_of_multiplying(by_blocks, name, fours, threes):
     """Transformers' grouped and batched matmuls: the same within float32, and roughly in bfloat16."""
-    plan_blocks(monkeypatch, True)
     truth = fit(one_precision(name), [tiny_batch(6, 7)])
     run_ranks(_other_ways, 4, name, fours, truth, False)
     run_ranks(_other_ways, 3, name, threes, truth, True)
@@ -389,8 +394,7 @@ def _generate(expected, prompt, grids):
 
 
 @pytest.mark.parametrize("grids", [FOUR, SLOW(FOUR[::-1])], ids=["one grid each", "the other grids"])
-def test_generate_writes_what_one_process_writes(monkeypatch, grids):
-    plan_blocks(monkeypatch, True)
+def test_generate_writes_what_one_process_writes(by_blocks, grids):
     prompt = {key: tiny_batch(4, 5)[key].flip(1) for key in ("input_ids", "attention_mask")}
     with torch.no_grad(), exact():
         expected = {kind: writer(kind).generate(**prompt, max_new_tokens=5) for kind in ("deepseek_v3", "mixtral")}

@@ -40,7 +40,12 @@ def _share(batch: dict[str, torch.Tensor], grid: Grid, model) -> dict[str, torch
     return {name: value[first : first + rows] for name, value in batch.items()}
 
 
-def _equal(head_bias: bool, limits: tuple[int, ...]) -> None:
+def _equal(each: list[tuple[bool, int, list[Grid]]]) -> None:
+    for head_bias, limit, grids in each:
+        _equal_on(grids, head_bias, limit)
+
+
+def _equal_on(grids: list[Grid], head_bias: bool, limit: int) -> None:
     batch = tiny_batch(4, 9)
     truth = small_model("llama").train()
     if head_bias:
@@ -49,22 +54,21 @@ def _equal(head_bias: bool, limits: tuple[int, ...]) -> None:
         expected = truth(**batch, num_items_in_batch=17).loss
         expected.backward()
     grads = {name: parameter.grad for name, parameter in truth.named_parameters()}
-    for grid in GRIDS:
-        for limit in limits:
-            hf_axonn.losses.head_chunks.CHUNK_LOGITS = limit
-            model = small_model("llama").train()
-            if head_bias:
-                _add_bias(model)
-            model, _ = parallelize(model, grid)
-            assert isinstance(model.loss_function, ShardedCausalLMLoss)
-            with Float64():
-                output = model(**_share(batch, grid, model), num_items_in_batch=17)
-                assert isinstance(output.logits, DeferredLogits)
-                (output.loss * grid.dp_size).backward()
-            sync_gradients(model)
-            ours = {name: parameter.grad for name, parameter in model.named_parameters()}
-            errors = relative_errors(ours, grads)
-            assert max(errors.values()) < 1e-10, (grid, limit, max(errors, key=errors.get))
+    hf_axonn.losses.head_chunks.CHUNK_LOGITS = limit
+    for grid in grids:
+        model = small_model("llama").train()
+        if head_bias:
+            _add_bias(model)
+        model, _ = parallelize(model, grid)
+        assert isinstance(model.loss_function, ShardedCausalLMLoss)
+        with Float64():
+            output = model(**_share(batch, grid, model), num_items_in_batch=17)
+            assert isinstance(output.logits, DeferredLogits)
+            (output.loss * grid.dp_size).backward()
+        sync_gradients(model)
+        ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+        errors = relative_errors(ours, grads)
+        assert max(errors.values()) < 1e-10, (grid, head_bias, limit, max(errors, key=errors.get))
 
 
 def _add_bias(model) -> None:
@@ -74,12 +78,21 @@ def _add_bias(model) -> None:
 
 
 # One token of each rank at a time, a few, all: the last chunk is shorter than the others.
+LIMITS = (1, 600, 2**26)
+
+
 @pytest.mark.parametrize(
-    ("head_bias", "limits"),
-    [(False, (1, 600, 2**26)), (True, (600,)), pytest.param(True, (1, 2**26), marks=pytest.mark.slow)],
+    "each",
+    [
+        [(False, 600, GRIDS), (False, 1, GRIDS[1:2]), (False, 2**26, GRIDS[2:3]), (True, 600, GRIDS[1:3])],
+        pytest.param(
+            [(head_bias, limit, GRIDS) for head_bias in (False, True) for limit in LIMITS], marks=pytest.mark.slow
+        ),
+    ],
+    ids=["some", "every"],
 )
-def test_chunks_of_any_size_give_the_same_gradients(head_bias, limits):
-    run_ranks(_equal, 4, head_bias, limits)
+def test_chunks_of_any_size_give_the_same_gradients(each):
+    run_ranks(_equal, 4, each)
 
 
 def _contract() -> None:
@@ -129,32 +142,31 @@ def _smoothed() -> None:
     batch = tiny_batch(4, 7)
     hf_axonn.losses.head_chunks.CHUNK_LOGITS = 600
     capped = {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 4, "attention": "eager"}
-    for kind, changes in (("smollm2", {}), ("gemma2", capped)):
+    for kind, changes, grid in (("smollm2", {}, Grid(y=2, x=2)), ("gemma2", capped, Grid(z=2, x=2))):
         truth = small_model(kind, **changes).train()
         with Float64():
             inputs = {name: value for name, value in batch.items() if name != "labels"}
             expected = LabelSmoother(0.2)(truth(**inputs), batch["labels"], shift_labels=True, num_items_in_batch=5)
             expected.backward()
-        for grid in (Grid(y=2, x=2), Grid(z=2, x=2)):
-            model, _ = parallelize(small_model(kind, **changes), grid)
-            loss = model.train().loss_function
-            own = _share(batch, grid, model)
-            with Float64(), loss.smooth_labels(0.2), loss.watch(own["labels"]):
-                output = model(**own, num_items_in_batch=5)
-                (output.loss * grid.dp_size).backward()
-            sync_gradients(model)
-            assert loss.calls == 0 and isinstance(output.logits, DeferredLogits)
-            ours = mean_over_world(output.loss.detach() * grid.dp_size)
-            torch.testing.assert_close(ours, expected.detach(), rtol=1e-12, atol=0)
-            own = {name: its.grad for name, its in model.named_parameters() if its.grad is not None}
-            true = {name: its.grad for name, its in truth.named_parameters() if its.grad is not None}
-            assert max(relative_errors(own, true).values()) < 1e-10, (kind, grid)
-            # Of logits that are whole, too.
-            with Float64():
-                plain = truth(**inputs).logits.detach()
-            with Float64(), loss.smooth_labels(0.2):
-                whole = loss(plain, batch["labels"], num_items_in_batch=5)
-            torch.testing.assert_close(whole, expected.detach(), rtol=1e-12, atol=0)
+        model, _ = parallelize(small_model(kind, **changes), grid)
+        loss = model.train().loss_function
+        own = _share(batch, grid, model)
+        with Float64(), loss.smooth_labels(0.2), loss.watch(own["labels"]):
+            output = model(**own, num_items_in_batch=5)
+            (output.loss * grid.dp_size).backward()
+        sync_gradients(model)
+        assert loss.calls == 0 and isinstance(output.logits, DeferredLogits)
+        ours = mean_over_world(output.loss.detach() * grid.dp_size)
+        torch.testing.assert_close(ours, expected.detach(), rtol=1e-12, atol=0)
+        own = {name: its.grad for name, its in model.named_parameters() if its.grad is not None}
+        true = {name: its.grad for name, its in truth.named_parameters() if its.grad is not None}
+        assert max(relative_errors(own, true).values()) < 1e-10, (kind, grid)
+        # Of logits that are whole, too.
+        with Float64():
+            plain = truth(**inputs).logits.detach()
+        with Float64(), loss.smooth_labels(0.2):
+            whole = loss(plain, batch["labels"], num_items_in_batch=5)
+        torch.testing.assert_close(whole, expected.detach(), rtol=1e-12, atol=0)
 
 
 def test_smoothed_labels():
@@ -271,8 +283,8 @@ def plain(batch, **changes):
     return output, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def check(batch, truth, **changes):
-    for grid in GRIDS:
+def check(batch, truth, grids, **changes):
+    for grid in grids:
         model = parallelize(small_model("llama", **changes), grid)[0].train()
         output = run_model(model, rows_of(batch, grid, dist.get_rank()))
         sync_gradients(model)
@@ -282,10 +294,11 @@ def check(batch, truth, **changes):
         assert max(errors.values()) < 1e-10, errors
 
 
-def test_a_vocabulary_smaller_than_the_grid_leaves_ranks_without_any():
+@SOME_AND_OTHERS
+def test_a_vocabulary_smaller_than_the_grid_leaves_ranks_without_any(grids):
     batch = tiny_batch(8, 7, vocab=5)
     changes = dict(vocab_size=5)
-    run_ranks(functools.partial(check, batch, plain(batch, **changes), **changes), 4)
+    run_ranks(functools.partial(check, batch, plain(batch, **changes), grids, **changes), 4)
 
 
 def large_logits(grids, batch, expected):

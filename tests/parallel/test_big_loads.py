@@ -71,10 +71,21 @@ def _grows(folder: Path, grids: list[Grid], dtype: torch.dtype | None) -> list[t
     return found
 
 
-def check_growth(folder: Path, config: LlamaConfig, grids: list[Grid], *, file_bytes: int, dtype=None) -> None:
-    whole = generate(folder / "big", config, file_bytes=file_bytes) / MIB
+def generate_both(folder: Path, config: LlamaConfig, *, file_bytes: int) -> float:
+    """Write the checkpoint `big` and a small one beside it; returns the MiB of the big one."""
     small = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=128, **HEADS)
     generate(folder / "warm", small, file_bytes=file_bytes)
+    return generate(folder / "big", config, file_bytes=file_bytes) / MIB
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory) -> tuple[Path, float]:
+    """The folder of both, and MiB."""
+    folder = tmp_path_factory.mktemp("loads")
+    return folder, generate_both(folder, LlamaConfig(**SMALL, **HEADS), file_bytes=64 * MIB)
+
+
+def check_growth(folder: Path, whole: float, grids: list[Grid], dtype=None) -> None:
     for ranks in run_ranks(_grows, 4, folder / "big", grids, dtype):
         for growth, shard, largest in ranks:
             assert shard < 0.3 * whole * (2 if dtype == torch.float32 else 1)
@@ -82,22 +93,21 @@ def check_growth(folder: Path, config: LlamaConfig, grids: list[Grid], *, file_b
 
 
 @glibc
-def test_a_rank_grows_by_its_shard_and_a_slice_and_saves_within_a_slice(tmp_path):
-    config = LlamaConfig(**SMALL, **HEADS)
-    check_growth(tmp_path, config, [Grid(z=2, x=2), Grid(y=2, x=2)], file_bytes=64 * MIB)
+@pytest.mark.parametrize("grid", [Grid(z=2, x=2), pytest.param(Grid(y=2, x=2), marks=pytest.mark.slow)], ids=str)
+def test_a_rank_grows_by_its_shard_and_a_slice_and_saves_within_a_slice(big, grid):
+    check_growth(*big, [grid])
 
 
 @glibc
 @pytest.mark.slow
 def test_a_rank_grows_by_its_shard_and_a_slice_of_2_gigabytes(tmp_path):
-    config = LlamaConfig(**LARGE, **HEADS)
-    check_growth(tmp_path, config, [Grid(z=2, x=2), Grid(y=2, x=2), Grid(z=4)], file_bytes=500 * MIB)
+    whole = generate_both(tmp_path, LlamaConfig(**LARGE, **HEADS), file_bytes=500 * MIB)
+    check_growth(tmp_path, whole, [Grid(z=2, x=2), Grid(y=2, x=2), Grid(z=4)])
 
 
 @glibc
-def test_another_dtype_costs_no_more(tmp_path):
-    config = LlamaConfig(**SMALL, **HEADS)
-    check_growth(tmp_path, config, [Grid(y=2, x=2)], file_bytes=64 * MIB, dtype=torch.float32)
+def test_another_dtype_costs_no_more(big):
+    check_growth(*big, [Grid(y=2, x=2)], torch.float32)
 
 
 def _grows_by_experts(folder: Path) -> tuple[float, float, float]:
@@ -121,15 +131,18 @@ def test_experts_that_lie_apart_cost_no_more(tmp_path):
         assert 0.9 * shard < growth < 1.1 * (shard + largest), (growth, shard, largest)
 
 
+CUT = [Grid(z=2, x=2), Grid(y=2, x=2)]
+
+
 def auto_class_of(folder: Path) -> type:
     return AutoModelForImageTextToText if folder.name == "qwen3_vl_moe" else AutoModelForCausalLM
 
 
-def _wrongly_loaded(plain: dict[Path, dict[str, torch.Tensor]], grids: list[Grid]) -> list[str]:
+def _wrongly_loaded(plain: dict[Path, dict[str, torch.Tensor]], grids: list[list[Grid]]) -> list[str]:
     """Names of what is not, bit for bit, what plain loading gives: weights by the folder of the model."""
     wrong = []
-    for folder, weights in plain.items():
-        for grid in grids:
+    for (folder, weights), of_model in zip(plain.items(), grids, strict=True):
+        for grid in of_model:
             state = from_pretrained(folder, grid=grid, auto_class=auto_class_of(folder)).state_dict()
             for name, value in weights.items():
                 own = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
@@ -140,8 +153,11 @@ def _wrongly_loaded(plain: dict[Path, dict[str, torch.Tensor]], grids: list[Grid
 
 @pytest.mark.parametrize(
     "grids",
-    [[Grid(z=2, x=2), Grid(y=2, x=2)], pytest.param([Grid(y=2, z=2)], marks=pytest.mark.slow)],
-    ids=["some", "others"],
+    [
+        [[grid] for grid in CUT] * 2,  # each model on one of them
+        pytest.param([[*CUT, Grid(y=2, z=2)]] * 4, marks=pytest.mark.slow),
+    ],
+    ids=["some", "every"],
 )
 def test_converted_weights_are_cut_after_the_conversion(tmp_path, grids):
     """Chunked (hrm_text), joined on a cut dim (olmo_hybrid), experts stacked (mixtral), transposed (qwen3_vl_moe)."""

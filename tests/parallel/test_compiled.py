@@ -75,7 +75,7 @@ def test_a_compiled_model_is_eager_bit_by_bit_with_few_graphs():
 
 def _bits_and_graphs() -> None:
     grid = Grid(x=2)
-    eager, compiled = sharded(grid, "llama"), sharded(grid, "llama")
+    eager, compiled = (sharded(grid, "llama", num_hidden_layers=1) for _ in range(2))
     torch.compiler.reset()
     counters.clear()
     with pytest.raises(RuntimeError, match="Unrecognized mode"):

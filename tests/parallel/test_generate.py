@@ -28,8 +28,8 @@ SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
 
 
 def llama(**changes):
-    """Larger than usual numbers in the head, so that probabilities are far from even."""
-    model = tiny_model("llama", **changes).eval()
+    """Larger than usual numbers in the head, so that probabilities are far from even; other kinds have two layers."""
+    model = tiny_model("llama", **{"num_hidden_layers": 1} | changes).eval()
     model.lm_head.weight.data.mul_(5)
     return model
 
@@ -211,7 +211,11 @@ def _generate_unequally(grids, truths):
     return wrong
 
 
-UNEQUAL_MODELS = {"llama": llama, "bitnet": unplanned, "adapted llama": adapted_llama}
+UNEQUAL_MODELS = {
+    "llama": functools.partial(llama, num_hidden_layers=2),
+    "bitnet": unplanned,
+    "adapted llama": adapted_llama,
+}
 
 
 @pytest.mark.parametrize("grids", [UNEQUAL, pytest.param(MORE_UNEQUAL, marks=pytest.mark.slow)], ids=["two", "three"])

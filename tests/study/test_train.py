@@ -293,8 +293,8 @@ def test_a_killed_base_goes_on_in_the_same_shuffled_order(with_base, with_data, 
     assert held_out_losses(mine) == held_out_losses(theirs)
 
 
-def test_a_training_with_other_settings_does_not_go_on(small):
-    killed_run(small, None)
+def test_a_training_with_other_settings_does_not_go_on(killed, tmp_path):
+    small = killed.copy(tmp_path)
     (small.output / "pilot" / "chosen.json").write_text(json.dumps({**CHOSEN, "learning_rate": 1e-3}))
     assert_quiet(small.do("train-tiny-k2-s0"))
     checkpoint = small.output / "runs" / "tiny" / "k2-s0" / "checkpoint"

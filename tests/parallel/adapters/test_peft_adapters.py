@@ -14,7 +14,7 @@ from hf_axonn import parallelize
 from hf_axonn.checkpoint.adapter_files import load_adapters
 from hf_axonn.checkpoint.sharded import save_sharded
 from hf_axonn.topology.grid import Grid
-from tests.helpers.adapting import ONE_OF_EACH, adapt, adapted_model, drawing
+from tests.helpers.adapting import ONE_OF_EACH, adapt, drawing
 from tests.helpers.equality import exact, full
 from tests.helpers.float64 import largest_difference
 from tests.helpers.models import tiny_batch, tiny_model
@@ -35,8 +35,15 @@ def equal(ours, truth):
     torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-10)
 
 
-def sharded(kind, grid, **sizes):
-    return parallelize(tiny_model(kind, **sizes), grid)[0]
+ONE_LAYER = {"num_hidden_layers": 1}
+
+
+def llama():
+    return tiny_model("llama", **ONE_LAYER)
+
+
+def sharded(grid):
+    return parallelize(llama(), grid)[0]
 
 
 # Several adapters.
@@ -72,11 +79,11 @@ def use_in_turn(model) -> list[torch.Tensor]:
 
 
 def put_in_after(grid):
-    return adapt(sharded("llama", grid))
+    return adapt(sharded(grid))
 
 
 def put_in_before(grid):
-    return parallelize(adapted_model("llama"), grid)[0]
+    return parallelize(adapt(llama()), grid)[0]
 
 
 def _use_in_turn(truth, each):
@@ -94,7 +101,7 @@ EACH = pytest.mark.parametrize("each", [2, pytest.param(1, marks=pytest.mark.slo
 
 @EACH
 def test_several_adapters(each):
-    truth = use_in_turn(adapted_model("llama"))
+    truth = use_in_turn(adapt(llama()))
     assert len({round(float(its.sum()), 9) for its in truth}) == 5  # a new DoRA does what LoRA does
     run_ranks(_use_in_turn, 4, truth, each)
 
@@ -135,7 +142,7 @@ SIZES = {"mixtral": {"num_local_experts": 5}, "gpt2": {"num_key_value_heads": 12
 
 
 def small(kind):
-    model = tiny_model(kind, **SIZES.get(kind, {}))
+    model = tiny_model(kind, **ONE_LAYER, **SIZES.get(kind, {}))
     if kind == "mixtral":
         model.set_experts_implementation("eager")  # the other one is not written for float64
     return model
@@ -165,7 +172,7 @@ def test_merging_and_unmerging(each):
 
 def _merge_broken():
     grid = Grid(z=2, x=2)
-    model = adapt(sharded("llama", grid))
+    model = adapt(sharded(grid))
     weight = model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight
     with torch.no_grad():
         weight.to_local()[0] = float("nan")  # which only some ranks merge
@@ -199,17 +206,17 @@ def _write_and_read(folder, truths, each):
     for grid, names in _files(each):
         for name in names:
             options = FILES[name]
-            model = adapt(sharded("llama", grid), **options)
+            model = adapt(sharded(grid), **options)
             here = folder / f"{name}-{grid}"
             model.save_pretrained(here)
             save_sharded(model, folder / f"ours-{name}-{grid}")
             # What one process has saved, read into sharded models; the second is a name of its own.
-            read = PeftModel.from_pretrained(sharded("llama", grid), folder / name)
+            read = PeftModel.from_pretrained(sharded(grid), folder / name)
             equal(logits(read), truths[name])
             read.load_adapter(here, adapter_name="again")
             read.set_adapter("again")
             equal(logits(read), truths[name])
-            empty = PeftModel.from_pretrained(sharded("llama", grid), here, low_cpu_mem_usage=True)
+            empty = PeftModel.from_pretrained(sharded(grid), here, low_cpu_mem_usage=True)
             equal(logits(empty), truths[name])
 
 
@@ -217,14 +224,14 @@ def _write_and_read(folder, truths, each):
 def test_files_go_between_a_grid_and_plain_peft(tmp_path, each):
     truths = {}
     for name, options in FILES.items():
-        model = adapted_model("llama", **options)
+        model = adapt(llama(), **options)
         truths[name] = logits(model)
         model.save_pretrained(tmp_path / name)
     run_ranks(_write_and_read, 4, tmp_path, truths, each)
     for grid, names in _files(each):
         for name in names:
             for folder in (f"{name}-{grid}", f"ours-{name}-{grid}"):
-                equal(logits(PeftModel.from_pretrained(tiny_model("llama"), tmp_path / folder)), truths[name])
+                equal(logits(PeftModel.from_pretrained(llama(), tmp_path / folder)), truths[name])
 
 
 def test_a_damaged_file_of_adapters_is_named(tmp_path):

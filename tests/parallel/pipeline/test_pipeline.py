@@ -105,12 +105,12 @@ def steps(model: nn.Module, batch: dict[str, Tensor], *, grid: Grid | None = Non
     return train(model, 2, losses_of)
 
 
-def _compare(cases: list, truths: dict) -> list[str]:
+def _compare(cases: list, truths: dict, rows: int) -> list[str]:
     wrong, lines = [], 0
     for kind, grid, settings, of_logits in cases:
         config = AxonnConfig(grid=grid, **settings)
         model, _ = parallelize(make(kind), grid, config=config)
-        batch = rows_of(tiny_batch(16, 7), grid, dist.get_rank())
+        batch = rows_of(tiny_batch(rows, 7), grid, dist.get_rank())
         ours, truth = steps(model, batch, grid=grid, of_logits=of_logits), truths[kind]
         losses = ours["losses"].clone()
         dist.all_reduce(losses)
@@ -129,9 +129,9 @@ def _compare(cases: list, truths: dict) -> list[str]:
     return wrong
 
 
-def check(world: int, cases: list) -> None:
-    truths = {kind: steps(make(kind), tiny_batch(16, 7)) for kind in {kind for kind, *_ in cases}}
-    for wrong in run_ranks(_compare, world, cases, truths, timeout=600):
+def check(world: int, cases: list, rows: int = 16) -> None:
+    truths = {kind: steps(make(kind), tiny_batch(rows, 7)) for kind in {kind for kind, *_ in cases}}
+    for wrong in run_ranks(_compare, world, cases, truths, rows, timeout=600):
         assert not wrong
 
 
@@ -140,7 +140,7 @@ def test_pipe_alone() -> None:
     cases = [("mixtral", Grid(pipe=2), {}, False), ("gemma2", Grid(pipe=2), {}, True)]
     cases += [("smollm2", Grid(pipe=2), schedule, False) for schedule in SCHEDULES[1:]]
     cases += [("qwen3", Grid(pipe=2), {"stage_layers": [1, 3]}, False)]
-    check(2, cases)
+    check(2, cases, rows=8)
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_pipe_with_other_axes() -> None:
     cases += [("qwen3", Grid(pipe=2, z=2), {"schedule": "zero_bubble", "keep_gathered": "all"}, False)]
     cases += [("gpt2", Grid(pipe=2, x=2), {}, True)]
     cases += [("qwen3", Grid(pipe=2, z=2, context=2), {}, False)]
-    check(4, cases)
+    check(4, cases, rows=8)
 
 
 def _weights_gathered(keep: str | int) -> list[int]:

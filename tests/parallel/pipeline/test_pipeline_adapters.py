@@ -40,7 +40,7 @@ CASES = [
     ("qwen3", "saved", SCHEDULES[2]),
 ]
 MORE = [("smollm2", "linears", {}), ("qwen3", "ends", {})]  # `_after` has adapters on both ends, too
-ROWS = 16
+ROWS = 8
 NEW = {"r": 3, "target_modules": ["embed_tokens", "q_proj", "down_proj", "lm_head"]}
 
 
