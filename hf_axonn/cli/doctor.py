@@ -155,9 +155,9 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
 
     config = _model_config(options.model)
     _examine_folder(Path(options.model), findings)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    options.seq = options.seq or min(SEQUENCE, context or SEQUENCE)
-    if long := too_long(options.seq, context):
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    options.seq = options.seq or min(SEQUENCE, longest or SEQUENCE)
+    if long := too_long(options.seq, longest):
         findings.warnings.append(f"{long}: take a shorter --seq.")
     grid = launch.config.grid
     dtype = getattr(torch, options.weights)

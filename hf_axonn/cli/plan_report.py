@@ -190,7 +190,7 @@ def doubts(found: GridRanking) -> list[str]:
         )
     others = [(name, entry) for name, entry in alternatives(found) if entry.grid != best.grid]
     text += [f"with {name} the first would be {sizes(entry.grid)}" for name, entry in others]
-    if long := too_long(best.job.seq, best.job.shape.context):
+    if long := too_long(best.job.seq, best.job.shape.max_positions):
         text.append(long)
     ranks = _repeats(best)
     if ranks > 1:

@@ -54,15 +54,16 @@ def number(text: Any) -> int:
 
 def usual_seq(shape: ModelShape) -> int:
     """Tokens of a sequence by default: SEQUENCE, or the window of the model where that is shorter."""
-    return min(SEQUENCE, shape.context or SEQUENCE)
+    return min(SEQUENCE, shape.max_positions or SEQUENCE)
 
 
-def too_long(seq: int, context: int) -> str:
+def too_long(seq: int, max_positions: int) -> str:
     """Return a sentence where sequences are longer than a config allows (0: it does not say); else nothing."""
-    if not 0 < context < seq:
+    if not 0 < max_positions < seq:
         return ""
     return (
-        f"sequences of {seq:,} tokens are longer than the {context:,} that the config allows (max_position_embeddings)"
+        f"sequences of {seq:,} tokens are longer than the {max_positions:,} that the config allows "
+        "(max_position_embeddings)"
     )
 
 
@@ -271,7 +272,7 @@ def _explain(resolved: Mapping[str, Any], batch: Batch, ranking: GridRanking) ->
         f"grid: auto is {best.grid}{order}{kept}, {best.total:.3g} s a step predicted, micro-batches: "
         f"{best.micro_batches}."
     ]
-    notes += [f"{note}." for note in (batch.note, too_long(best.job.seq, best.job.shape.context)) if note]
+    notes += [f"{note}." for note in (batch.note, too_long(best.job.seq, best.job.shape.max_positions)) if note]
     if len(ranking.ranked) > 1:
         second = ranking.ranked[1]
         notes.append(f"second is {second.grid}, {second.total / best.total - 1:.1%} slower.")

@@ -241,7 +241,7 @@ class ModelShape:
         idle: elements of each parameter that is sharded and gets no gradient
         begins, ends: whether it has the embeddings; whether it has the last norm, head and loss. What a rank of a
             pipeline has is a ModelShape of its own (planner/stages.py)
-        context: tokens of a sequence that the config allows; 0: not said
+        max_positions: tokens of a sequence that the config allows; 0: not said
         notes: what a plan leaves out or only estimates, for its reader
     """
 
@@ -261,7 +261,7 @@ class ModelShape:
     idle: tuple[int, ...] = ()
     begins: bool = True
     ends: bool = True
-    context: int = 0
+    max_positions: int = 0
     notes: tuple[str, ...] = ()
 
     # A search reads these a thousand times.

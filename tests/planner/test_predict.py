@@ -320,7 +320,7 @@ def test_a_config_gives_the_windows_of_the_model(kind, written, tmp_path):
     shape = load_shape(str(file))
     assert [layer.blocks[0].window for layer, count in shape.runs for _ in range(count)] == windows
     assert any(windows) == (kind != "llama") and shape.parameters() == sum(each.numel() for each in model.parameters())
-    assert shape.context == config.max_position_embeddings
+    assert shape.max_positions == config.max_position_embeddings
 
 
 def test_windows_are_counted_as_windows():
