@@ -28,7 +28,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 PRECISION_BYTES = {"fp32": 4, "bf16": 2}
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 NEEDED = ("model", "machine", "batch_tokens", "seq")
-OPTIONAL = ("checkpointing", "weights", "pipe")
+OPTIONAL = ("checkpointing", "weights", "pipe", "context")
 PLAN_EXAMPLE = "plan: {model: DIRECTORY, machine: dgx-h100, batch_tokens: 4M, seq: 4096}"
 NEAR = 0.05  # share by which a batch may be changed, to divide among more grids
 SILENT = 0.01  # and without a note
@@ -111,8 +111,8 @@ def _divides_best(sequences: float, gpus: int) -> int | None:
     return max(1, round(sequences)) if sequences >= 1 else None
 
 
-def pipe_sizes(given: Any, where: str) -> list[int] | None:
-    """Read the sizes of the axis pipe to plan with.
+def axis_sizes(given: Any, where: str) -> list[int] | None:
+    """Read the sizes of an axis, pipe or context, to plan with.
 
     Args:
         given: a size, a list of them, `1,2,4`, or any.
@@ -179,7 +179,8 @@ def resolve_auto(
             order=check_order(section["order"]) if "order" in section else None,
             # What the launch file does not say may be chosen; checkpointing is the script's.
             free=() if "keep_gathered" in section else ("keep_gathered",),
-            pipes=pipe_sizes(settings.get("pipe", 1), "pipe"),
+            pipes=axis_sizes(settings.get("pipe", 1), "pipe"),
+            contexts=axis_sizes(settings.get("context", "any"), "context"),
         )
         best = ranking.best
     except (ValueError, OSError) as error:  # OSError: of a name that no file can have
