@@ -169,7 +169,7 @@ def test_context_is_where_the_model_allows_it():
         with pytest.raises(ValueError, match=message):
             predict(replace(LONG, **changes), grid)
     assert {entry.grid.context for entry in plan(replace(LONG, shape=unknown), 16).ranked} == {1}
-    piped = plan(LONG, 16, pipes=None)
+    piped = plan(replace(LONG, sequences=64, seq=8192, checkpointing=True), 16, pipes=None)
     assert all(entry.grid.context == 1 for entry in piped.ranked if entry.grid.pipe > 1)
     assert any(entry.grid.pipe > 1 for entry in piped.ranked)
 
