@@ -27,7 +27,7 @@ from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.stages import divide_model, memory_of_rank
 from hf_axonn.planner.step import Step
 from hf_axonn.profiling.read_shape import shape_of
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
 
 
@@ -302,13 +302,22 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
 
 
 def _examine_batch(grid: Grid, options: argparse.Namespace, findings: Findings) -> None:
-    tokens, parts = options.batch * options.seq, grid.x * grid.y
-    rows = options.batch * grid.dp_size * options.accumulation
+    positions, parts = ceil_div(options.seq, grid.context), grid.x * grid.y
+    tokens, rows = options.batch * positions, options.batch * grid.dp_size * options.accumulation
     findings.facts.append(
         f"batch: {rows:,} rows and {rows * options.seq:,} tokens a step = {options.batch} rows * "
         f"{grid.dp_size} data-parallel rank(s) * {options.accumulation} micro-batch(es); {tokens // parts:,} tokens "
         "of one on each rank"
     )
+    if grid.context > 1:
+        findings.facts.append(
+            f"rows: each of {grid.context} ranks of context holds {positions:,} of a row's {options.seq:,} positions"
+        )
+        if filled := positions * grid.context - options.seq:
+            findings.warnings.append(
+                f"{options.seq} positions are not divisible by context = {grid.context}: {filled} pad positions are "
+                "added to each row."
+            )
     if tokens < parts:
         findings.warnings.append(f"{tokens} tokens for x * y = {parts} ranks: most of them pad. Take more rows.")
     elif tokens % parts:
