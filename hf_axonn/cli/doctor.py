@@ -27,7 +27,7 @@ from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.stages import divide_model, memory_of_rank
 from hf_axonn.planner.step import Step
 from hf_axonn.profiling.read_shape import shape_of
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
 
 
@@ -155,9 +155,9 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
 
     config = _model_config(options.model)
     _examine_folder(Path(options.model), findings)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    options.seq = options.seq or min(SEQUENCE, context or SEQUENCE)
-    if long := too_long(options.seq, context):
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    options.seq = options.seq or min(SEQUENCE, longest or SEQUENCE)
+    if long := too_long(options.seq, longest):
         findings.warnings.append(f"{long}: take a shorter --seq.")
     grid = launch.config.grid
     dtype = getattr(torch, options.weights)
@@ -302,13 +302,22 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
 
 
 def _examine_batch(grid: Grid, options: argparse.Namespace, findings: Findings) -> None:
-    tokens, parts = options.batch * options.seq, grid.x * grid.y
-    rows = options.batch * grid.dp_size * options.accumulation
+    positions, parts = ceil_div(options.seq, grid.context), grid.x * grid.y
+    tokens, rows = options.batch * positions, options.batch * grid.dp_size * options.accumulation
     findings.facts.append(
         f"batch: {rows:,} rows and {rows * options.seq:,} tokens a step = {options.batch} rows * "
         f"{grid.dp_size} data-parallel rank(s) * {options.accumulation} micro-batch(es); {tokens // parts:,} tokens "
         "of one on each rank"
     )
+    if grid.context > 1:
+        findings.facts.append(
+            f"rows: each of {grid.context} ranks of context holds {positions:,} of a row's {options.seq:,} positions"
+        )
+        if filled := positions * grid.context - options.seq:
+            findings.warnings.append(
+                f"{options.seq} positions are not divisible by context = {grid.context}: {filled} pad positions are "
+                "added to each row."
+            )
     if tokens < parts:
         findings.warnings.append(f"{tokens} tokens for x * y = {parts} ranks: most of them pad. Take more rows.")
     elif tokens % parts:

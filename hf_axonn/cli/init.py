@@ -127,7 +127,7 @@ def run_init(options: argparse.Namespace) -> int:
     if shape and devices.machine:
         found = plan_grid(shape, devices.machine, batch.sequences, seq, processes, precision)
         lines += [*unlike(found, devices.machine, processes // nodes, nodes), *in_short(found)]
-        lines += [f"  {long}"] if (long := too_long(seq, shape.context)) else []
+        lines += [f"  {long}"] if (long := too_long(seq, shape.max_positions)) else []
         section = section_lines(found.best)
         about = f"{model} on {number_of(processes, 'GPU')} of {found.job.machine.name}"
     else:

@@ -23,10 +23,10 @@ from hf_axonn.planner.dense import GPTS
 from hf_axonn.planner.from_settings import (
     PRECISION_BYTES,
     SEQUENCE,
+    axis_sizes,
     choose_batch,
     make_job,
     number,
-    pipe_sizes,
     usual_seq,
 )
 from hf_axonn.planner.job import Job
@@ -93,6 +93,12 @@ def add_plan(commands) -> None:
         "--pipe", default="1", metavar="1,2,4", help="sizes of the axis pipe to plan with, or any; by default 1"
     )
     parser.add_argument(
+        "--context",
+        default="any",
+        metavar="1,2,4",
+        help="sizes of context, the part of z that divides the positions of a sequence; by default any",
+    )
+    parser.add_argument(
         "--lora", type=with_reason(number), default=0, metavar="RANK", help="train adapters of this rank alone"
     )
     parser.add_argument(
@@ -142,7 +148,8 @@ def run_plan(options: argparse.Namespace) -> int:
         raise ValueError(f"--base {options.base} goes with --lora RANK: weights of 4 bits are not trained.")
     if options.pipe != "1" and options.lora:
         raise ValueError("--pipe is not planned with --lora: leave one of them out.")
-    options.pipes = pipe_sizes(options.pipe, "--pipe")
+    options.pipes = axis_sizes(options.pipe, "--pipe")
+    options.contexts = axis_sizes(options.context, "--context")
     job = _job(options, shape, batch.sequences, fixed)
     return _sweep(options, job, counts) if options.sweep else _plan(options, job)
 
@@ -174,7 +181,7 @@ def _job(options: argparse.Namespace, shape: ModelShape, sequences: int, fixed: 
 
 def _plan(options: argparse.Namespace, job: Job) -> int:
     """Plan for one number of GPUs."""
-    found = plan(job, options.gpus, free=options.free, pipes=options.pipes)
+    found = plan(job, options.gpus, free=options.free, pipes=options.pipes, contexts=options.contexts)
     if options.json:
         print(json.dumps(as_json(found, options), indent=2))
     else:
@@ -188,7 +195,7 @@ def _plan(options: argparse.Namespace, job: Job) -> int:
 
 def _sweep(options: argparse.Namespace, job: Job, counts: list[int]) -> int:
     """Plan for several numbers of GPUs."""
-    plans = sweep(job, counts, weak=options.weak, free=options.free, pipes=options.pipes)
+    plans = sweep(job, counts, weak=options.weak, free=options.free, pipes=options.pipes, contexts=options.contexts)
     if options.json:
         print(json.dumps([as_json(found, options, 1) for found in plans], indent=2))
     else:
@@ -264,8 +271,8 @@ def plot_plan(found: GridRanking, file: str, top: int) -> None:
     """Draw stacked bars: the parts of a step on each of the first grids."""
     pyplot = _pyplot()
     entries = found.ranked[:top]
-    piped = any(entry.pipelined for entry in entries)
-    names = [str(entry.grid) if piped else ",".join(map(str, entry.grid.as_dict().values())) for entry in entries]
+    named = any(entry.pipelined or entry.grid.context > 1 for entry in entries)
+    names = [str(entry.grid) if named else ",".join(map(str, entry.grid.as_dict().values())) for entry in entries]
     figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.42 * len(entries)))
     left = [0.0] * len(entries)
     for part, color in PARTS.items():
@@ -276,7 +283,7 @@ def plot_plan(found: GridRanking, file: str, top: int) -> None:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step (communication: what nothing hides)")
-    axes.set_ylabel("grid" if piped else "grid: data, z, y, x")
+    axes.set_ylabel("grid" if named else "grid: data, z, y, x")
     axes.set_title(f"{found.job.machine.name}, {found.gpus:,} GPUs")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     _save(figure, file)

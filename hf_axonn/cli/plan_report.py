@@ -128,7 +128,8 @@ def _answer(found: GridRanking, costs: dict[str, Any]) -> list[str]:
         f"({best.flops / 1e12:.0f} TFLOP/s a GPU)",
         f"  {best.memory.total / 2**30:.1f} of {best.job.machine.memory / 2**30:.0f} GiB a GPU; checkpointing "
         f"{chosen['checkpointing']}, keep_gathered {chosen['keep_gathered']}, "
-        f"{number_of(best.micro_batches, 'micro-batch', 'micro-batches')} of {number_of(rows, 'sequence')}",
+        f"{number_of(best.micro_batches, 'micro-batch', 'micro-batches')} of {number_of(rows, 'sequence')}"
+        + (f", {best.job.positions(best.grid):,} positions of each on a rank" if best.grid.context > 1 else ""),
         f"  {best.total - lost - waits - best.seconds['bubble']:.3g} s compute, {_part(lost, best)} s lost to "
         f"communication beside it, {_part(waits, best)} s waiting for communication"
         + (f", {_part(best.seconds['bubble'], best)} s for other stages" if best.pipelined else ""),
@@ -190,7 +191,9 @@ def doubts(found: GridRanking) -> list[str]:
         )
     others = [(name, entry) for name, entry in alternatives(found) if entry.grid != best.grid]
     text += [f"with {name} the first would be {sizes(entry.grid)}" for name, entry in others]
-    if long := too_long(best.job.seq, best.job.shape.context):
+    if best.grid.context > 1:
+        text.append("none of the published runs divides the positions of sequences among ranks, as context does")
+    if long := too_long(best.job.seq, best.job.shape.max_positions):
         text.append(long)
     ranks = _repeats(best)
     if ranks > 1:
@@ -230,17 +233,21 @@ def _rounding(best: Prediction) -> list[str]:
 def _table(entries: Iterable[Prediction]) -> list[str]:
     entries = list(entries)
     pipes = any(entry.pipelined for entry in entries)
+    contexts = any(entry.grid.context > 1 for entry in entries)
     text = [
-        f"{'':>3} {'data':>5}{' pipe' if pipes else ''} {'z':>5} {'y':>4} {'x':>4}  {'checkpointing':<13} "
+        f"{'':>3} {'data':>5}{' pipe' if pipes else ''} {'z':>5} {'y':>4} {'x':>4}{' context' if contexts else ''}  "
+        f"{'checkpointing':<13} "
         f"{'keep_gathered':<13} {'micro-batches':>13} {'step s':>8} {'waiting':>8} {'tokens/s':>11} {'MFU':>6} "
         f"{'GiB':>6}{'  pipeline' if pipes else ''}"
     ]
     for place, entry in enumerate(entries, start=1):
         grid, chosen = entry.grid, settings.as_text(entry.job)
         pipe = f" {grid.pipe:>4}" if pipes else ""
+        context = f" {grid.context:>7}" if contexts else ""
         way = f"  {entry.job.pipeline} {entry.job.stages_per_rank}" if entry.pipelined else ""
         text.append(
-            f"{place:>3} {grid.data:>5}{pipe} {grid.z:>5} {grid.y:>4} {grid.x:>4}  {chosen['checkpointing']:<13} "
+            f"{place:>3} {grid.data:>5}{pipe} {grid.z:>5} {grid.y:>4} {grid.x:>4}{context}  "
+            f"{chosen['checkpointing']:<13} "
             f"{chosen['keep_gathered']:<13} {entry.micro_batches:>13} {entry.total:>8.3f} {entry.exposed:>8.3f} "
             f"{entry.tokens_per_second:>11,.0f} {entry.mfu:>6.1%} {entry.memory.total / 2**30:>6.1f}{way}"
         )

@@ -64,6 +64,8 @@ class ContextAttention:
                 f"{heads} query heads of a rank of (x, y) are not divisible by context = {parts}: use a context that "
                 "divides them, or less x and y."
             )
+        # As attention would cast them: what rotation has widened under autocast would travel as twice the bytes.
+        query, key, value = (each.to(self.state.compute_dtype(each)) for each in (query, key, value))
         repeats = parts // math.gcd(key.shape[1], parts)
         if repeats > 1:
             key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))

@@ -135,7 +135,8 @@ def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutCh
         plan = plan_for(model)
     check_plan(model, plan)
     if config.grid.context > 1:
-        check_context(model, plan, config.grid)
+        with without_wrappers(model):
+            check_context(model, plan, config.grid)
     if config.residual_dtype != "model" and plan.decoder is None:
         raise ValueError(
             f"residual_dtype is {config.residual_dtype}, but {type(model).__name__} is sharded Linear by Linear, and "

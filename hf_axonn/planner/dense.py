@@ -54,7 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"packed_qkv": True, "packed_mlp": True},
     "gpt2": GPT | {"packed_qkv": True, "ends_full": True},
     "starcoder2": GPT,
-    "opt": GPT | {"ends_full": True},
+    "opt": GPT | {"ends_full": True, "divides_rows": False},  # it counts positions from its attention mask
 }
 # Which layers have a sliding window where a config has no layer_types, and the window if it does not say.
 WINDOWED: dict[str, tuple[Callable[[int], bool], int]] = {
@@ -95,7 +95,7 @@ class DenseShape(ModelShape):
         offset_positions: whether the class of the embedding shifts its positions, so that it is not a plain one.
         windows: of each layer, tokens that its attention looks back over at most; 0: all before. Empty: all 0.
         drops: whether features are dropped after the MLP (their mask is saved, so recomputation goes to the end).
-        tied, head_bias, ends_full, context: as in `ModelShape`.
+        tied, head_bias, ends_full, max_positions, divides_rows: as in `ModelShape`.
     Raises:
         ValueError: a size is below 1, kv_heads does not divide heads, or windows are not as many as layers.
     """
@@ -122,6 +122,7 @@ class DenseShape(ModelShape):
     offset_positions: bool = False
     windows: tuple[int, ...] = ()
     drops: bool = False
+    divides_rows: bool = True
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "intermediate", "vocab", "kv", "width"):
@@ -279,7 +280,8 @@ def shape_from_config(config: dict[str, Any]) -> DenseShape:
     tied = config.get("tie_word_embeddings")
     hidden, layers = size("hidden"), size("layers")
     traits["windows"] = _windows(config, kind, layers)
-    traits["context"] = next((config[key] for key in ALIASES["positions"] if isinstance(config.get(key), int)), 0)
+    positions = [config[key] for key in ALIASES["positions"] if isinstance(config.get(key), int)]
+    traits["max_positions"] = positions[0] if positions else 0
     return DenseShape(
         layers=layers,
         hidden=hidden,

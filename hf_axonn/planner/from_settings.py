@@ -28,7 +28,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 PRECISION_BYTES = {"fp32": 4, "bf16": 2}
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 NEEDED = ("model", "machine", "batch_tokens", "seq")
-OPTIONAL = ("checkpointing", "weights", "pipe")
+OPTIONAL = ("checkpointing", "weights", "pipe", "context")
 PLAN_EXAMPLE = "plan: {model: DIRECTORY, machine: dgx-h100, batch_tokens: 4M, seq: 4096}"
 NEAR = 0.05  # share by which a batch may be changed, to divide among more grids
 SILENT = 0.01  # and without a note
@@ -54,15 +54,16 @@ def number(text: Any) -> int:
 
 def usual_seq(shape: ModelShape) -> int:
     """Tokens of a sequence by default: SEQUENCE, or the window of the model where that is shorter."""
-    return min(SEQUENCE, shape.context or SEQUENCE)
+    return min(SEQUENCE, shape.max_positions or SEQUENCE)
 
 
-def too_long(seq: int, context: int) -> str:
+def too_long(seq: int, max_positions: int) -> str:
     """Return a sentence where sequences are longer than a config allows (0: it does not say); else nothing."""
-    if not 0 < context < seq:
+    if not 0 < max_positions < seq:
         return ""
     return (
-        f"sequences of {seq:,} tokens are longer than the {context:,} that the config allows (max_position_embeddings)"
+        f"sequences of {seq:,} tokens are longer than the {max_positions:,} that the config allows "
+        "(max_position_embeddings)"
     )
 
 
@@ -110,8 +111,8 @@ def _divides_best(sequences: float, gpus: int) -> int | None:
     return max(1, round(sequences)) if sequences >= 1 else None
 
 
-def pipe_sizes(given: Any, where: str) -> list[int] | None:
-    """Read the sizes of the axis pipe to plan with.
+def axis_sizes(given: Any, where: str) -> list[int] | None:
+    """Read the sizes of an axis, pipe or context, to plan with.
 
     Args:
         given: a size, a list of them, `1,2,4`, or any.
@@ -178,7 +179,8 @@ def resolve_auto(
             order=check_order(section["order"]) if "order" in section else None,
             # What the launch file does not say may be chosen; checkpointing is the script's.
             free=() if "keep_gathered" in section else ("keep_gathered",),
-            pipes=pipe_sizes(settings.get("pipe", 1), "pipe"),
+            pipes=axis_sizes(settings.get("pipe", 1), "pipe"),
+            contexts=axis_sizes(settings.get("context", "any"), "context"),
         )
         best = ranking.best
     except (ValueError, OSError) as error:  # OSError: of a name that no file can have
@@ -271,7 +273,7 @@ def _explain(resolved: Mapping[str, Any], batch: Batch, ranking: GridRanking) ->
         f"grid: auto is {best.grid}{order}{kept}, {best.total:.3g} s a step predicted, micro-batches: "
         f"{best.micro_batches}."
     ]
-    notes += [f"{note}." for note in (batch.note, too_long(best.job.seq, best.job.shape.context)) if note]
+    notes += [f"{note}." for note in (batch.note, too_long(best.job.seq, best.job.shape.max_positions)) if note]
     if len(ranking.ranked) > 1:
         second = ranking.ranked[1]
         notes.append(f"second is {second.grid}, {second.total / best.total - 1:.1%} slower.")

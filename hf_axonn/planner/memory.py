@@ -32,6 +32,7 @@ from hf_axonn.planner.shapes import (
     ModelShape,
     UnshardedModule,
     WeightShape,
+    context_features,
     heads_repeat,
     own_elements,
     own_experts,
@@ -240,7 +241,7 @@ def _activations(shape: ModelShape, grid: Grid, step: Step, layout: str, gloo: b
     own = step.padded_tokens(grid) * shape.hidden / parts
     last = _saved_by_norm(shape, step) * own if shape.ends else 0.0  # the norm before the head
     if step.lora:  # PEFT makes the embedding's output a leaf, which lives
-        last += step.tokens * shape.hidden * step.param_bytes
+        last += step.tokens(grid) * shape.hidden * step.param_bytes
     saved = {layer: _saved_by_layer(shape, layer, grid, step, layout, gloo) for layer, _ in shape.kinds}
     # Gradients of an input before they are reduced. Other gradients take the place of what is saved and used up.
     at_work = max((_at_work(shape, part, grid, step) for layer in saved for part in layer.parts), default=0.0)
@@ -300,14 +301,24 @@ def _saved_by_attention(shape: ModelShape, block: BlockShape, grid: Grid, step: 
     repeat = heads_repeat(block, grid)
     query, kv = block.query_features, block.kv_features
     saved = (query + block.value_features + kv) * tokens / parts * repeat * compute
+    if grid.context > 1:
+        saved = tokens * _saved_over_context(block, grid) * compute
     if block.head_norms:
         saved += (query + kv / 2) * tokens / parts * repeat * compute
     if grid.y > 1:
         saved += tokens * block.value_features / grid.x * compute
-    if (block.packed or grid.y > 1) and not shape.tables and block.kv % parts == 0:
+    if (block.packed or grid.y > 1) and not shape.tables and block.kv % parts == 0 and grid.context == 1:
         # Values are a part of one tensor with the queries and keys, which stay with them when rotated ones are made.
         saved += (query + kv / 2) * tokens / parts * compute
     return saved + 4 * tokens * block.query / parts * repeat
+
+
+def _saved_over_context(block: BlockShape, grid: Grid) -> int:
+    """Features of a token that attention saves where context divides rows: queries, keys, values and output of whole
+    rows, kv heads repeated, in place of what they were made of; the output of its own positions, too, which is the row
+    layer's input where y does not gather that."""
+    arriving, output = context_features(block, grid)
+    return arriving + output * (2 if grid.y == 1 else 1)
 
 
 def _saved_by_latents(block: BlockShape, grid: Grid, step: Step) -> float:
@@ -317,8 +328,10 @@ def _saved_by_latents(block: BlockShape, grid: Grid, step: Step) -> float:
     repeat = heads_repeat(block, grid)
     inputs = sum(linear.cols for linear in (*block.down, *block.columns)) / grid.y
     latents = 2 * sum(linear.rows for linear in block.down)
-    heads = 2 * block.query_features + block.value_features + block.columns[-1].rows
-    saved = tokens * (inputs + latents + heads / parts * repeat) * compute
+    heads = (2 * block.query_features + block.value_features + block.columns[-1].rows) / parts * repeat
+    if grid.context > 1:
+        heads = _saved_over_context(block, grid)
+    saved = tokens * (inputs + latents + heads) * compute
     if grid.y > 1:
         saved += tokens * block.value_features / grid.x * compute
     return saved + 4 * tokens * block.query / parts * repeat
@@ -341,7 +354,7 @@ def _saved_by_experts(shape: ModelShape, experts: ExpertsShape, grid: Grid, step
 def _saved_by_call(call: LinearCall, grid: Grid, step: Step) -> float:
     """Bytes of the input of a Linear on its own, and of its full output twice: as it is, and as its module uses it."""
     features = call.linear.cols / grid.y + 2 * call.linear.rows
-    return float(call.inputs) * step.tokens * features * step.compute_bytes
+    return float(call.inputs) * step.tokens(grid) * features * step.compute_bytes
 
 
 def _at_work(shape: ModelShape, part: LayerPart, grid: Grid, step: Step) -> float:
@@ -351,7 +364,7 @@ def _at_work(shape: ModelShape, part: LayerPart, grid: Grid, step: Step) -> floa
         return tokens * shape.hidden * compute if grid.x * grid.y > 1 else 0.0
     if isinstance(part, UnshardedModule):
         inner = max((float(call.inputs) * call.linear.cols for call in part.calls), default=0.0)
-        return step.tokens * inner / grid.y * compute if grid.x > 1 else 0.0
+        return step.tokens(grid) * inner / grid.y * compute if grid.x > 1 else 0.0
     inner = 0 if part.query else part.row.cols
     at_work = tokens * inner / grid.x * compute if grid.y > 1 else 0.0
     return max(at_work, tokens * shape.hidden / grid.y * compute if grid.x > 1 else 0.0)

@@ -70,7 +70,9 @@ def _counts(job: Job, grid: Grid) -> list[int]:
     if job.micro_batches is not None:
         return [job.micro_batches]
     rows = job.sequences // grid.dp_size
-    return [count for count in divisors(rows)[::-1] if count * grid.x * grid.y <= rows * job.seq][:SMALLEST]
+    return [count for count in divisors(rows)[::-1] if count * grid.x * grid.y <= rows * job.positions(grid)][
+        :SMALLEST
+    ]
 
 
 def _problem(job: Job, grid: Grid, pipeline: str, per_rank: int, count: int) -> str:
@@ -169,7 +171,7 @@ def _pass_times(candidate: Candidate, order: tuple[str, ...]) -> PassTimes:
     if job.pipeline == "zero_bubble":  # the weight gradient beside which the sum over x or y would travel comes later
         overlaps = replace(overlaps, all_reduce=False)
     inside = {"x", "y", "z"} == set(order[:3])  # then pipe and data do not change where their ranks are
-    alone = Grid(z=grid.z, y=grid.y, x=grid.x) if inside else grid
+    alone = replace(grid, data=1, pipe=1) if inside else grid
     step = replace(candidate.step, micro_batches=1)
     each = _micro_batch(job.shape, job.machine, alone, step, order, overlaps, job.attention, candidate.layout)
     own = step.padded_tokens(grid) * job.shape.hidden // (grid.x * grid.y)

@@ -28,7 +28,7 @@ from hf_axonn.planner.pipelined import (
     predict_pipeline,
     why_no_pipeline,
 )
-from hf_axonn.planner.shapes import ExpertsShape, LinearShape, ModelShape
+from hf_axonn.planner.shapes import ExpertsShape, LinearShape, ModelShape, own_heads
 from hf_axonn.planner.step import BASES, BLOCK
 from hf_axonn.planner.time.exposed import hide_averages, layer_time
 from hf_axonn.planner.time.layer_traffic import LayerSeconds, Traffic, step_traffic
@@ -149,8 +149,11 @@ class Prediction:
 def refusal(job: Job, grid: Grid) -> str:
     """Return why a batch cannot be divided over a grid, or nothing."""
     if job.sequences % grid.dp_size:
-        return f"{job.sequences} sequences are not divisible by data * z = {grid.dp_size}"
-    if grid.x * grid.y > job.sequences // grid.dp_size * job.seq:
+        ranks = "data * z" if grid.context == 1 else "data * z / context"
+        return f"{job.sequences} sequences are not divisible by {ranks} = {grid.dp_size}"
+    if grid.context > 1 and (why := why_whole_rows(job.shape, grid)):
+        return why
+    if grid.x * grid.y > job.sequences // grid.dp_size * job.positions(grid):
         return f"a (data, z) position has fewer tokens than x * y = {grid.x * grid.y}"
     if BASES[job.base] and (linear := cut_inside(job.shape, grid)):
         return f"x and y do not divide rows of {linear.cols} numbers into whole blocks of {BLOCK}"
@@ -164,6 +167,17 @@ def refusal(job: Job, grid: Grid) -> str:
     if isinstance(job.keep_gathered, int):
         return f"keep_gathered is {job.keep_gathered}: with a pipeline it is all, none or recomputed"
     return "" if any(pipeline_candidates(job, grid)) else why_no_pipeline(job, grid)
+
+
+def why_whole_rows(shape: ModelShape, grid: Grid) -> str:
+    """Return why the context of a grid cannot divide the rows of a model, or nothing."""
+    if grid.pipe > 1:
+        return f"context = {grid.context} beside pipe = {grid.pipe} is not there yet: stages hand on whole rows"
+    if not shape.divides_rows:
+        return f"context is {grid.context}, but it is not known that the rows of this model can be divided"
+    every = (block for layer, _ in shape.kinds for block in layer.blocks if block.query)
+    heads = next((heads for block in every if (heads := own_heads(block, grid)) % grid.context), 0)
+    return f"{heads} query heads of a rank of (x, y) are not divisible by context = {grid.context}" if heads else ""
 
 
 def cut_inside(shape: ModelShape, grid: Grid) -> LinearShape | None:

@@ -8,6 +8,9 @@ innermost, then x, z, pipe, data, as the engine numbers ranks (topology/grid.py)
 order of axes that is fastest for them, if it gains GAIN, and are ranked again (topology/axis_order.py brings it
 about). Where settings are free (planner/settings.py), each grid has those that are fastest on it.
 
+Each grid has the size of context that is fastest on it. Larger ones than 1 are tried where whole rows are too few to
+be divided among its ranks, or do not fit with all of the free settings: elsewhere they would only send more.
+
 Pipelines are ranked by the closed forms of their schedules, and those of the first places are then played. Beside a
 pipeline x * y stays inside a node: tensor parallelism beyond it is slower than more stages (Narayanan et al., arXiv
 2104.04473, takeaway 1). Grids with a pipeline that take FAR times as long as the fastest so far are passed over.
@@ -22,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from hf_axonn.planner.candidate import Candidate
 from hf_axonn.planner.job import Job
+from hf_axonn.planner.memory import RESERVE
 from hf_axonn.planner.predict import Prediction, fastest_pipeline, predict, predict_candidate, refusal
 from hf_axonn.planner.settings import keep_weights, variants
 from hf_axonn.topology.axis_order import ORDER, check_order, trim_order
@@ -73,9 +77,11 @@ class GridRanking:
                 "tenth is kept free): take more GPUs, or shorter sequences."
             )
         if not self.impossible:
-            return f"no grid of {self.gpus} GPUs is possible: no size of pipe to plan with divides {self.gpus}."
+            why = f"no size of pipe or context to plan with divides {self.gpus}"
+            return f"no grid of {self.gpus} GPUs is possible: {why}."
         grid, why = self.impossible[0]
-        return f"no grid of {self.gpus} GPUs is possible, for instance {grid}: {why}. Take a larger batch."
+        remedy = "Take a larger batch" + (", or another context." if grid.context > 1 else ".")
+        return f"no grid of {self.gpus} GPUs is possible, for instance {grid}: {why}. {remedy}"
 
 
 def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -105,6 +111,7 @@ def plan(
     order: tuple[str, ...] | None = None,
     free: Collection[str] = (),
     pipes: Collection[int] | None = PIPES,
+    contexts: Collection[int] | None = None,
 ) -> GridRanking:
     """Rank all grids of `gpus` ranks.
 
@@ -113,11 +120,14 @@ def plan(
         order: of the axes on the machine, from the innermost on, for all grids; None: chosen for the first ones.
         free: settings of the job that each grid may choose (planner/settings.py).
         pipes: sizes of the axis pipe; None: any.
+        contexts: sizes of context, of which each grid has one; None: any.
     Raises:
-        ValueError: gpus is below 1.
+        ValueError: gpus is below 1, or neither pipe nor context may be 1.
     """
     if gpus < 1:
         raise ValueError(f"gpus is {gpus}, but a job needs at least 1.")
+    if 1 not in (pipes or [1]) and 1 not in (contexts or [1]):
+        raise ValueError("grids with both pipe and context are not there yet: plan with one of the two.")
     if pipes is None:
         pipes = [pipe for pipe in divisors(gpus) if pipe <= job.shape.depth]
     jobs = variants(job, free)
@@ -128,19 +138,24 @@ def plan(
     for grid in grids(gpus, pipes):
         if grid.pipe > 1 and grid.x * grid.y > job.machine.gpus_per_node:
             continue
-        why = refusal(job, grid)
-        if why:
-            impossible.append((grid, why))
-            continue
-        if grid.pipe == 1:
-            prediction = _fastest(jobs, grid, order or ORDER)
-        else:
-            found = fastest_pipeline(jobs, grid, order or ORDER, limit=FAR * least)
-            if found is None:
-                continue
-            prediction = found
-        (ranked if prediction.fits else too_big).append(prediction)
-        least = min(least, prediction.total) if prediction.fits else least
+        refused: list[tuple[Grid, str]] = []
+        found: list[Prediction | None] = []
+        for divided in _divisions(grid, contexts):
+            if why := refusal(job, divided):
+                refused.append((divided, why))
+            elif divided.pipe > 1:
+                found.append(fastest_pipeline(jobs, divided, order or ORDER, limit=FAR * least))
+            else:
+                prediction, done = _fastest(jobs, divided, order or ORDER)
+                found.append(prediction)
+                if done:
+                    break
+        best = min(filter(None, found), key=_by_time_or_memory, default=None)
+        if best is not None:
+            (ranked if best.fits else too_big).append(best)
+            least = min(least, best.total) if best.fits else least
+        elif not found:
+            impossible += refused[:1]
     ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
     ranked = [keep_weights(entry, free) for entry in ranked[: 3 * CONTENDERS]] + ranked[3 * CONTENDERS :]
     ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
@@ -152,12 +167,30 @@ def plan(
     return GridRanking(job=job, gpus=gpus, ranked=tuple(ranked), too_big=tuple(too_big), impossible=tuple(impossible))
 
 
-def _fastest(jobs: list[Job], grid: Grid, order: tuple[str, ...]) -> Prediction:
-    """Return the fastest job on a grid, of those that fit it; the smallest where none fits."""
+def _divisions(grid: Grid, contexts: Collection[int] | None) -> Iterator[Grid]:
+    """Yield a grid with each size of context that its z allows, ascending; with a pipeline 1 alone, if it may be."""
+    if contexts is None or 1 in contexts:
+        yield grid
+        if grid.pipe > 1:
+            return
+    for size in divisors(grid.z)[1:]:
+        if contexts is None or size in contexts:
+            yield replace(grid, context=size)
+
+
+def _by_time_or_memory(entry: Prediction) -> tuple[bool, float]:
+    """A key by which what fits is first, the fastest before others, and the smallest of what does not fit."""
+    return not entry.fits, entry.total if entry.fits else entry.memory.total
+
+
+def _fastest(jobs: list[Job], grid: Grid, order: tuple[str, ...]) -> tuple[Prediction, bool]:
+    """Return the fastest job on a grid, of those that fit it, or the smallest where none fits; and whether a larger
+    context can be no better: all fit, or weights and moments alone do not."""
     candidates = [Candidate.fewest(job, grid) for job in jobs]
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
-        return predict_candidate(min(candidates, key=lambda candidate: candidate.memory.total), order)
+        smallest = predict_candidate(min(candidates, key=lambda candidate: candidate.memory.total), order)
+        return smallest, smallest.memory.states > (1 - RESERVE) * smallest.job.machine.memory
     # To compute the same again only takes time, unless it makes for fewer micro-batches.
     slower = {
         (replace(candidate.job, checkpointing=True), candidate.micro_batches)
@@ -169,7 +202,7 @@ def _fastest(jobs: list[Job], grid: Grid, order: tuple[str, ...]) -> Prediction:
         for candidate in fitting
         if (candidate.job, candidate.micro_batches) not in slower
     ]
-    return min(entries, key=lambda entry: entry.total)
+    return min(entries, key=lambda entry: entry.total), len(fitting) == len(candidates)
 
 
 def other_order(prediction: Prediction) -> Prediction:
@@ -221,17 +254,18 @@ def sweep(
     weak: bool = False,
     free: Collection[str] = (),
     pipes: Collection[int] | None = PIPES,
+    contexts: Collection[int] | None = None,
 ) -> list[GridRanking]:
     """Plan for several numbers of GPUs.
 
     Args:
         job: the batch is that of every plan; with `weak`, that of the first one, and grows with the GPUs.
         counts: numbers of GPUs, ascending.
-        free, pipes: as `plan`.
+        free, pipes, contexts: as `plan`.
     """
     counts = list(counts)
     plans = []
     for gpus in counts:
         sequences = max(1, job.sequences * gpus // counts[0]) if weak else job.sequences
-        plans.append(plan(replace(job, sequences=sequences), gpus, free=free, pipes=pipes))
+        plans.append(plan(replace(job, sequences=sequences), gpus, free=free, pipes=pipes, contexts=contexts))
     return plans

@@ -13,10 +13,11 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from math import prod
+from math import lcm, prod
 from typing import NamedTuple
 
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import Grid, GridPosition
+from hf_axonn.topology.heads import Heads
 from hf_axonn.topology.local_slices import slices_at
 from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
 
@@ -241,7 +242,9 @@ class ModelShape:
         idle: elements of each parameter that is sharded and gets no gradient
         begins, ends: whether it has the embeddings; whether it has the last norm, head and loss. What a rank of a
             pipeline has is a ModelShape of its own (planner/stages.py)
-        context: tokens of a sequence that the config allows; 0: not said
+        max_positions: tokens of a sequence that the config allows; 0: not said
+        divides_rows: whether it is known that context may divide the positions of its rows: each token is computed by
+            itself but in attention, whose heads are divided meanwhile (layers/context_attention.py)
         notes: what a plan leaves out or only estimates, for its reader
     """
 
@@ -261,7 +264,8 @@ class ModelShape:
     idle: tuple[int, ...] = ()
     begins: bool = True
     ends: bool = True
-    context: int = 0
+    max_positions: int = 0
+    divides_rows: bool = False
     notes: tuple[str, ...] = ()
 
     # A search reads these a thousand times.
@@ -396,3 +400,18 @@ def heads_repeat(block: BlockShape, grid: Grid) -> int:
     if block.query % (grid.x * grid.y) == 0:
         return 1
     return grid.y if block.query % grid.x == 0 else grid.x * grid.y
+
+
+def own_heads(block: BlockShape, grid: Grid) -> int:
+    """Query heads of a rank of (x, y), before context divides them."""
+    return block.query * heads_repeat(block, grid) // (grid.x * grid.y)
+
+
+def context_features(block: BlockShape, grid: Grid) -> tuple[int, int]:
+    """Features of a token on one rank that attention exchanges over context: queries, keys and values together, kv
+    heads repeated until context divides them; and its output."""
+    here = GridPosition(grid, grid.coordinates(0))
+    heads = Heads.divide(block.query, block.kv, here)
+    query, kv = heads.own_query(here), lcm(heads.own_kv(here), grid.context)
+    width, of_value = block.query_features // block.query, block.value_features // block.query
+    return query * width + kv * (width + of_value), query * of_value

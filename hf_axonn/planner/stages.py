@@ -149,7 +149,7 @@ def memory_of_rank(
     pipeline, per_rank = schedule
     forward, waiting = in_flight(pipeline, grid.pipe, rank, per_rank, step.micro_batches)
     # Equal on all grids with averages over data, and with micro-batches.
-    grid = Grid(data=min(grid.data, 2), z=grid.z, y=grid.y, x=grid.x)
+    grid = replace(grid, data=min(grid.data, 2), pipe=1)
     step = replace(step, micro_batches=min(step.micro_batches, 2))
     needed = _memory_alone(shape, grid, step, layout)
     kept = kept_bytes(shape, grid, step)

@@ -1,11 +1,14 @@
-"""One optimizer step, as one (data, z) position of the grid sees it, and the settings that it shares with its job."""
+"""One optimizer step, as one (data, z) position of the grid sees it, and the settings that it shares with its job.
+
+Where context is 1 such a position has whole rows, else its positions of the rows that the ranks of context share.
+"""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import Grid, ceil_div
 
 
 BLOCK = 64  # numbers of 4 bits that share a scale
@@ -55,6 +58,10 @@ class StepSettings:
         """True if a layer that runs again keeps what it gathers then."""
         return self.keep_gathered == "recomputed"
 
+    def positions(self, grid: Grid) -> int:
+        """Positions of a sample on one rank, of the last one those that fill it up included."""
+        return ceil_div(self.seq, grid.context)
+
     @property
     def block_bytes(self) -> int:
         """Bytes of a block of the layers' Linears where these are frozen in 4 bits, else 0."""
@@ -71,7 +78,7 @@ class Step(StepSettings):
     """One optimizer step, as one (data, z) position of the grid sees it: `StepSettings`, and those below.
 
     Args:
-        rows: samples of a micro-batch at one (data, z) position.
+        rows: samples of a micro-batch at one (data, z) position, of which context may divide the positions.
         micro_batches: forward and backward passes before the optimizer steps.
         counted: whether the number of kept tokens is known beforehand (num_items_in_batch, as Trainer passes it).
     """
@@ -88,12 +95,11 @@ class Step(StepSettings):
         """Bytes that elements of the layers' Linears take in a gather."""
         return elements * self.block_bytes // BLOCK if self.block_bytes else elements * self.compute_bytes
 
-    @property
-    def tokens(self) -> int:
+    def tokens(self, grid: Grid) -> int:
         """Tokens of a micro-batch at one (data, z) position."""
-        return self.rows * self.seq
+        return self.rows * -(-self.seq // grid.context)
 
     def padded_tokens(self, grid: Grid) -> int:
         """Tokens after padding to a multiple of x * y."""
         parts = grid.x * grid.y
-        return -(-self.tokens // parts) * parts
+        return -(-self.tokens(grid) // parts) * parts

@@ -69,7 +69,7 @@ def trace_shape(model: PreTrainedModel) -> ModelShape:
         vocab=vocab,
         tied=projection is table,
         head_bias=getattr(head, "bias", None) is not None,
-        context=getattr(text_config(model), "max_position_embeddings", None) or 0,
+        max_positions=getattr(text_config(model), "max_position_embeddings", None) or 0,
         centered=any(kind.centered for kind in layout.norms.values()),
         final=(),
         tables=tuple(finder.tables(hidden)),

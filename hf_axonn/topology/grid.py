@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 AXES = ("data", "pipe", "z", "x", "y")
@@ -66,7 +66,7 @@ class Grid:
     context: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in asdict(self).items():
+        for axis, size in vars(self).items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(
                     f"grid axis {axis} is {size!r}, but the size of an axis is a whole number of ranks: write "
@@ -109,7 +109,7 @@ class Grid:
     def as_dict(self) -> dict[str, int]:
         """Sizes in the order in which they are written: data, pipe, z, y, x, context; pipe and context only where they
         are more than 1."""
-        return {axis: size for axis, size in asdict(self).items() if axis not in ("pipe", "context") or size > 1}
+        return {axis: size for axis, size in vars(self).items() if axis not in ("pipe", "context") or size > 1}
 
     def check(self, num_processes: int) -> None:
         """Raise unless the grid has exactly `num_processes` ranks.

@@ -21,7 +21,7 @@ STEP = Step(rows=4, seq=32)
 @pytest.mark.parametrize(("shape", "fused", "on_x"), [(GATED, True, 8), (GATED, False, 14), (PLAIN, False, 12)])
 def test_all_reduce_forms_send_24_units_on_y_and_8_14_or_12_on_x(grid, shape, fused, on_x):
     ledger = all_reduce_form(shape, grid, STEP, fused=fused)
-    unit = Fraction(STEP.tokens * 96 * STEP.compute_bytes)
+    unit = Fraction(STEP.rows * STEP.seq * 96 * STEP.compute_bytes)
     assert ledger.bytes_sent(axes=("y",)) == 24 * unit / grid.x * Fraction(grid.y - 1, grid.y)
     assert ledger.bytes_sent(axes=("x",)) == on_x * unit / grid.y * Fraction(grid.x - 1, grid.x)
 

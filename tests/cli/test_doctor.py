@@ -202,6 +202,25 @@ def test_of_a_pipeline_the_first_rank_holds_its_stages_and_what_is_in_flight(tmp
     assert found[True] == pytest.approx(found[False], rel=0.1)
 
 
+def test_ranks_of_context_hold_their_positions_of_a_row(tmp_path, capsys):
+    found = {}
+    for context in (1, 2, 4):
+        config = even_llama(max_position_embeddings=1024)
+        command = write(tmp_path, config, grid={"z": 4, "context": context})
+        assert main([*command, "--batch", str(context), "--seq", "1024"]) == 0
+        printed = capsys.readouterr().out
+        found[context] = float(re.search(r"([\d.]+) [GM]iB saved activations", printed)[1])
+        assert "batch: 4 rows and 4,096 tokens a step" in printed and "1,024 tokens of one on each rank" in printed
+        rows = f"rows: each of {context} ranks of context holds {1024 // context:,} of a row's 1,024 positions\n"
+        assert (rows in printed) == (context > 1)
+    # As many tokens; attention's output is there before and after its exchange.
+    assert found[1] < found[2] == found[4] == pytest.approx(found[1], rel=0.2)
+    assert main([*command, "--batch", "1", "--seq", "1022"]) == 1
+    assert "1022 positions are not divisible by context = 4: 2 pad positions are added to each row." in (
+        capsys.readouterr().out
+    )
+
+
 def test_linear_by_linear_and_types_that_the_formula_does_not_know(tmp_path, capsys):
     config = tiny_config("bitnet", num_attention_heads=3, num_key_value_heads=3, hidden_size=24, head_dim=8)
     assert main(write(tmp_path, config, grid={"x": 2}, processes=2)) == 1

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.engine.overlap import in_backward
 from hf_axonn.planner.traffic.ledger import Ledger
-from hf_axonn.topology.grid import AXES, Grid
+from hf_axonn.topology.grid import AXES, PARTS_OF_Z, Grid, GridPosition
 
 
 class TrafficCounter:
@@ -46,8 +46,10 @@ class TrafficCounter:
         """Enter one collective; `collectives.observe` calls this."""
         if group not in self._axes:
             grid = self.ledger.grid
-            places = [grid.coordinates(rank) for rank in dist.get_process_group_ranks(group)]
-            self._axes[group] = tuple(axis for axis in AXES if len({place[axis] for place in places}) > 1)
+            ranks = dist.get_process_group_ranks(group)
+            places = [GridPosition(grid, grid.coordinates(rank)) for rank in ranks]
+            finest = [axis for axis in (*AXES, *PARTS_OF_Z) if axis != "z"]
+            self._axes[group] = tuple(axis for axis in finest if len({place.index(axis) for place in places}) > 1)
         axes, phase = self._axes[group], self._phase
         if in_backward():
             phase = "gradients" if "data" in axes else "backward"

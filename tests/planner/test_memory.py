@@ -63,6 +63,23 @@ def test_shards_of_all_ranks_make_the_model(grid):
     assert local * grid.x * grid.y * grid.z == whole
 
 
+@pytest.mark.parametrize(("y", "kv_heads"), [(1, 16), (1, 2), (2, 16)])
+def test_context_divides_what_is_saved_of_a_row(y, kv_heads):
+    """Attention saves what has arrived, kv heads repeated until each rank has one, and its output before and after."""
+    shape = DenseShape(layers=3, hidden=96, heads=16, kv_heads=kv_heads, intermediate=160, vocab=256)
+    step = Step(rows=2, seq=64)
+    whole, divided = (memory(shape, Grid(z=4, y=y, context=context), step) for context in (1, 4))
+    fewer = memory(shape, Grid(z=4, y=y), replace(step, rows=1, seq=32))  # as many tokens
+    assert divided.states == whole.states and divided.gathered == whole.gathered
+    assert (divided.logits, divided.head, divided.embedding) == (fewer.logits, fewer.head, fewer.embedding)
+    features = 6 * (16 if y == 1 else 0) + 2 * 6 * max(0, 4 - kv_heads)  # the output once more; k and v
+    # Values of whole rows keep queries and keys alive where y makes them one tensor, exchanged ones do not.
+    features -= 6 * (16 + kv_heads) / y if y == 2 else 0
+    assert divided.activations - fewer.activations == 3 * 32 * features * 2
+    ratio = memory(shape, Grid(z=4, y=y, context=2), step).activations / divided.activations
+    assert ratio == pytest.approx(2, rel=0.1)
+
+
 @pytest.mark.parametrize("grid", [Grid(x=2), Grid(z=2, x=2), Grid(y=2), Grid(z=2)], ids=str)
 def test_on_gloo_the_largest_reduction_of_a_mixture_is_there_twice(grid):
     """That of the gradient of all tokens [rows * seq, hidden] in bf16, which experts give."""

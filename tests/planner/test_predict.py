@@ -48,6 +48,7 @@ TOY = Machine(
 LLAMA = DenseShape(layers=4, hidden=1024, heads=16, kv_heads=8, intermediate=2816, vocab=32000)
 JOB = Job(shape=LLAMA, machine=TOY, sequences=64, seq=512)
 SOME = [Grid(data=16), Grid(z=16), Grid(x=4, data=4), Grid(y=4, z=4), Grid(data=2, z=2, y=2, x=2), Grid(x=16)]
+SOME += [Grid(data=2, z=4, x=2, context=2), Grid(z=4, y=2, x=2, context=4)]
 
 
 def test_seconds_of_collectives_by_hand():
@@ -66,6 +67,18 @@ def test_seconds_of_collectives_by_hand():
     assert world == pytest.approx(10e-6 + 11e-6 + 7e6 * (4 / 7) * 4 / 40e9)
     assert links.seconds("all_reduce", ("y", "z"), 1e9) == 0.0
     assert links.entry_seconds(LedgerKey("forward", "all_gather", ("x",)), Volume(1, 10**6)) == pytest.approx(43e-6)
+
+
+def test_the_ranks_of_context_are_neighbours_of_stride_x_y():
+    links = Links(TOY, Grid(z=8, x=2, context=2))
+    assert links.ring(("context",)).stride == 2 and links.ring(("rows",)).stride == links.ring(("z",)).stride * 2 == 4
+    # In a node: 10 us + a step + half of 2 MB at 25 GB/s.
+    assert links.seconds("all_to_all", ("context",), 2e6) == pytest.approx(10e-6 + 1e-6 + 1e6 / 25e9)
+    # Of 4 ranks 2 lie on another node, as do 2 of 3 receivers: 4 GPUs share 40 GB/s for two thirds of what they send.
+    far = Links(TOY, Grid(z=8, x=2, context=4))
+    assert far.seconds("all_to_all", ("context",), 4e6) == pytest.approx(10e-6 + 5e-6 + 2 * 1e-6 + 3e6 / 15e9)
+    outer = Links(TOY, Grid(z=8, x=2, context=2), ("z", "x", "y", "data", "pipe"))
+    assert outer.ring(("context",)).stride == 1 and outer.ring(("rows",)).stride == 2
 
 
 def test_a_small_all_reduce_over_many_nodes_goes_by_a_tree():
@@ -320,7 +333,7 @@ def test_a_config_gives_the_windows_of_the_model(kind, written, tmp_path):
     shape = load_shape(str(file))
     assert [layer.blocks[0].window for layer, count in shape.runs for _ in range(count)] == windows
     assert any(windows) == (kind != "llama") and shape.parameters() == sum(each.numel() for each in model.parameters())
-    assert shape.context == config.max_position_embeddings
+    assert shape.max_positions == config.max_position_embeddings
 
 
 def test_windows_are_counted_as_windows():
@@ -443,7 +456,7 @@ def test_attention_takes_as_long_as_its_kernel():
         found = compute.Compute(LLAMA, on, Grid(), step, attention=kernel)
         return found.attention(LLAMA.attention, 1)
 
-    flops = 2 * step.tokens * step.seq * LLAMA.hidden
+    flops = 2 * step.rows * step.seq**2 * LLAMA.hidden
     for there, back, kernel in ((80e12, 40e12, None), (80e12, 40e12, "fast"), (20e12, 10e12, "slow")):
         forward, backward = seconds(kernel)
         rotated, rotated_back = seconds("free", replace(toy, attention={"free": (1e30, 1e30)}))
@@ -455,6 +468,27 @@ def test_attention_takes_as_long_as_its_kernel():
         ValueError, match="toy has no speed of the attention kernel 'flash9'; its file knows fast, slow"
     ):
         seconds("flash9")
+
+
+def test_a_rank_of_context_attends_as_long_as_one_with_whole_rows():
+    """To an eighth of the heads of 8 rows, in place of all heads of one; beside it what travels is copied."""
+    whole, divided = Grid(z=8), Grid(z=8, context=8)
+    alone, shared = (
+        compute.Compute(LLAMA, TOY, grid, Step(rows=rows, seq=4096)) for grid, rows in ((whole, 1), (divided, 8))
+    )
+    assert shared.tokens == alone.tokens == 4096
+    extra = [
+        there - here
+        for here, there in zip(alone.attention(LLAMA.attention, 1), shared.attention(LLAMA.attention, 1), strict=True)
+    ]
+    # q, k, v and the output, 16 + 2 * 8 + 16 heads of 64, in bf16: read and written twice.
+    assert extra == pytest.approx([4 * 4096 * 48 * 64 * 2 / 0.8e12] * 2)
+    for layer, _ in LLAMA.kinds:
+        for one, other in zip(alone.groups(layer), shared.groups(layer), strict=True):
+            assert one == other or one.attends
+    assert alone.head() == shared.head()
+    # A third of a row: 1,366 positions, of which the last rank fills up two.
+    assert compute.Compute(LLAMA, TOY, Grid(z=3, context=3), Step(rows=2, seq=4096)).tokens == 2 * 1366
 
 
 def test_hidden_communication_slows_what_hides_it():

@@ -16,7 +16,7 @@ from hf_axonn.cli.main import main
 from hf_axonn.cli.plan_report import sizes
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.launch_file import resolve
-from hf_axonn.planner.dense import load_shape
+from hf_axonn.planner.dense import DenseShape, load_shape
 from hf_axonn.planner.from_settings import choose_batch, number, resolve_auto
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import FOLDER, load_machine, peak_tflops
@@ -130,6 +130,73 @@ def test_the_first_place_is_checked_against_wrong_numbers():
     assert answers["links 20% slower"].total >= found.best.total >= answers["products 20% faster"].total
 
 
+LONG = Job(
+    shape=DenseShape(layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocab=128256),
+    machine=load_machine("dgx-h100"),
+    sequences=8,
+    seq=65536,
+    checkpointing=False,
+)
+
+
+def test_rows_are_divided_where_whole_ones_are_too_few_or_too_long():
+    """What fits a GPU whole stays whole: of the same z a larger context sends more for the same work."""
+    whole, free = plan(LONG, 16, contexts=[1]), plan(LONG, 16)
+    assert {entry.grid.context for entry in whole.ranked} == {1} and free.best.grid.context > 1
+    assert free.best.total < whole.best.total
+    assert len(free.ranked) + len(free.too_big) + len(free.impossible) == len(grids(16))
+    assert {replace(entry.grid, context=1) for entry in free.ranked} > {entry.grid for entry in whole.ranked}
+    kept = {entry.grid: entry.total for entry in free.ranked}
+    assert all(kept[entry.grid] == entry.total for entry in whole.ranked)
+    for divided in (plan(LONG, 16, contexts=[size]) for size in (2, 4)):
+        assert divided.ranked and {entry.grid.context for entry in divided.ranked} <= {2, 4}
+        for entry in divided.ranked:
+            assert entry.total >= kept.get(replace(entry.grid, context=1), 0)
+    assert free.impossible and all(grid.data > 8 for grid, _ in free.impossible)
+
+
+def test_context_is_where_the_model_allows_it():
+    entry = predict(LONG, Grid(z=16, context=16))
+    assert entry.candidate.step.rows * entry.micro_batches == 8 and entry.fits
+    unknown = replace(LONG.shape, divides_rows=False)
+    for changes, grid, message in (
+        ({}, Grid(z=16, x=4, context=16), "8 query heads of a rank of .x, y. are not divisible by context = 16"),
+        ({}, Grid(pipe=2, z=2, context=2), "context = 2 beside pipe = 2 is not there yet: stages hand on whole rows"),
+        ({}, Grid(data=4, z=16, context=4), "8 sequences are not divisible by data . z / context = 16"),
+        ({"seq": 8, "sequences": 1}, Grid(z=16, x=2, context=16), "has fewer tokens than x . y = 2"),
+        ({"shape": unknown}, Grid(z=16, context=16), "it is not known that the rows of this model can be divided"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            predict(replace(LONG, **changes), grid)
+    assert {entry.grid.context for entry in plan(replace(LONG, shape=unknown), 16).ranked} == {1}
+    piped = plan(replace(LONG, sequences=64, seq=8192, checkpointing=True), 16, pipes=None)
+    assert all(entry.grid.context == 1 for entry in piped.ranked if entry.grid.pipe > 1)
+    assert any(entry.grid.pipe > 1 for entry in piped.ranked)
+
+
+def test_the_command_divides_rows(capsys, tmp_path):
+    config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    config |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = f"plan --model {tmp_path} --machine dgx-h100 --gpus 16 --batch-sequences 8 --seq 65536".split()
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    best = plan(LONG, 16, free=EXACT).best
+    size = best.grid.context
+    assert size > 1 and f", {65536 // size:,} positions of each on a rank\n" in printed
+    head, first = (line for line in printed.splitlines() if line.startswith(("     data", "  1 ")))
+    assert (
+        head.split()[:4] == ["data", "z", "y", "x"] and head.split()[4] == "context" and first.split()[5] == str(size)
+    )
+    assert "none of the published runs divides the positions" in printed
+    pasted = yaml.safe_load(printed[printed.index("axonn_config:") :])["axonn_config"]
+    assert AxonnConfig.from_mapping(pasted).grid == best.grid
+    assert main([*command, "--json", "--top", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranked"][0]["grid"] == best.grid.as_dict()
+    assert main([*command, "--context", "1"]) == 0
+    assert "context" not in capsys.readouterr().out
+
+
 def test_sweeps_are_strong_or_weak():
     strong, weak = sweep(JOB, [64, 128, 256]), sweep(JOB, [64, 128, 256], weak=True)
     assert [found.job.sequences for found in strong] == [512] * 3
@@ -200,8 +267,10 @@ def test_the_command_prints_a_table_and_what_to_paste(capsys):
     checkpointing = "true" if best.job.checkpointing else "false"
     assert printed.endswith(f"gradient_checkpointing {checkpointing}\n")
     few = "plan --model gpt-5b --machine perlmutter --batch-sequences 24 --seq 2048 --gpus 64".split()
-    assert main(few) == 0
+    assert main([*few, "--context", "1"]) == 0
     assert "left out, for instance z=16" in capsys.readouterr().out
+    assert main(few) == 0
+    assert "left out, for instance data=16" in capsys.readouterr().out
 
 
 def test_the_command_prints_json_and_pictures(capsys, tmp_path):
@@ -399,9 +468,11 @@ def test_options_without_effect_are_refused(capsys):
     assert "leave one of them out" in capsys.readouterr().err
 
 
-def test_sizes_of_pipe_that_divide_nothing(capsys):
-    assert main([*COMMAND, "--gpus", "64", "--pipe", "3"]) == 1
-    assert "no grid of 64 GPUs is possible: no size of pipe to plan with divides 64" in capsys.readouterr().out
+@pytest.mark.parametrize("axis", ["--pipe", "--context"])
+def test_sizes_that_divide_nothing(axis, capsys):
+    assert main([*COMMAND, "--gpus", "64", axis, "3"]) == 1
+    expected = "no grid of 64 GPUs is possible: no size of pipe or context to plan with divides 64."
+    assert expected in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -418,6 +489,8 @@ def test_sizes_of_pipe_that_divide_nothing(capsys):
         (["--gpus", "8", "--fix", "keep_gathered=some"], "keep_gathered is recomputed, none, all, a number."),
         (["--gpus", "8", "--fix", "micro_batches"], "micro_batches is a number."),
         (["--gpus", "8", "--lora", "8", "--pipe", "2"], "--pipe is not planned with --lora"),
+        (["--gpus", "8", "--pipe", "2", "--context", "4"], "grids with both pipe and context are not there yet"),
+        (["--gpus", "8", "--context", "some"], "--context is 'some': write sizes such as 1,2,4,8, or any."),
         (["--gpus", "8", "--base", "4bit"], "--base 4bit goes with --lora RANK"),
         (["--gpus", "8", "--attention", "flash9"], "no speed of the attention kernel 'flash9'"),
         (["--gpus", "8", "--machine", "nowhere"], "there is no machine 'nowhere'"),
@@ -493,6 +566,16 @@ def test_grid_auto_takes_a_pipeline_where_the_file_asks_for_one():
     assert (section["schedule"], section["stages_per_rank"]) == ("zero_bubble", 1)
 
 
+def test_grid_auto_divides_rows_where_there_are_few():
+    settings = AUTO | {"batch_tokens": 4 * 2048 * 16, "seq": 2048 * 16}
+    section, notes = resolve_auto({"grid": "auto", "plan": settings}, 64, mixed_precision="bf16")
+    best = plan(replace(JOB, sequences=4, seq=2048 * 16), 64, free=("keep_gathered",)).best
+    assert AxonnConfig.from_mapping(section).grid == best.grid and best.grid.context > 1
+    assert notes[0].startswith(f"grid: auto is {best.grid}, ") and f"context={best.grid.context}" in notes[0]
+    section, _ = resolve_auto({"grid": "auto", "plan": settings | {"context": 1}}, 64, mixed_precision="bf16")
+    assert AxonnConfig.from_mapping(section).grid.context == 1
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -504,6 +587,7 @@ def test_grid_auto_takes_a_pipeline_where_the_file_asks_for_one():
         ({"grid": "auto", "plan": {**AUTO, "machine": "here"}}, "there is no machine 'here'"),
         ({"grid": "auto", "plan": {**AUTO, "weights": "fp8"}}, "weights is 'fp8'"),
         ({"grid": "auto", "plan": {**AUTO, "pipe": "two"}}, "pipe is 'two': write sizes"),
+        ({"grid": "auto", "plan": {**AUTO, "context": "two"}}, "context is 'two': write sizes"),
         ({"grid": "auto", "plan": {**AUTO, "checkpointing": 1}}, "checkpointing is 1"),
         ({"grid": "auto", "plan": {**AUTO, "model": "gpt-640b"}}, "no grid of 2 GPUs fits"),
     ],

@@ -23,6 +23,7 @@ from hf_axonn.planner.traffic import volumes as arithmetic
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.topology.grid import Grid
+from tests.benchmarks.planner.simulate import world
 from tests.helpers.equality import rows_of
 from tests.helpers.four_bit import WIDE, quantized_model
 from tests.helpers.models import tiny_batch, tiny_model
@@ -78,6 +79,14 @@ GRIDS = {
     4: [Grid(x=2, y=2), Grid(x=4), Grid(y=4), Grid(z=2, x=2), Grid(data=2, z=2), Grid(data=2, y=2)],
     8: [Grid(z=2, y=2, x=2)],
 }
+DIVIDED = [
+    Grid(z=2, context=2),
+    Grid(z=4, context=2),
+    Grid(z=2, x=2, context=2),
+    Grid(z=2, y=2, context=2),
+    Grid(z=4, context=4),
+    Grid(z=4, x=2, context=2),
+]
 
 
 # What a case has of its own is in what this axis does; of z, on which weights lie, every case. The others on two ranks
@@ -175,6 +184,22 @@ def test_a_training_step_issues_what_volumes_says(world, often, monkeypatch):
             assert ours, f"nothing was counted on {where}"
             wrong = {key: (ours.get(key), its.get(key)) for key in {*ours, *its} if ours.get(key) != its.get(key)}
             assert not wrong, f"rank {rank} on {where}, {case}: (counted, said) of {wrong}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_over_context_send_what_volumes_says(name, monkeypatch):
+    """On grids in this process, of which one rank is there: the last, which fills up a position of 7."""
+    monkeypatch.setattr(head_chunks, "CHUNK_LOGITS", 1500)
+    monkeypatch.setattr(arithmetic, "CHUNK_LOGITS", 1500)
+    case = CASES[name]
+    for grid in DIVIDED:
+        if case.shape.heads % (grid.x * grid.y * grid.context) and case.shape.heads % 2:
+            continue  # 9 heads
+        for layout in layouts_on(grid):
+            with world(grid, grid.size - 1):
+                ours, its = counted(case, grid, layout).entries, said(case, grid, layout).entries
+            wrong = {key: (ours.get(key), its.get(key)) for key in {*ours, *its} if ours.get(key) != its.get(key)}
+            assert not wrong, f"{grid} {layout}: (counted, said) of {wrong}"
 
 
 def test_sizes_of_chunks_and_buckets_are_those_of_the_engine():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -56,7 +57,7 @@ def test_a_layer_sends_what_design_says(grid, kv_heads):
     """docs/algorithm.md: in units of T*H/x * (y-1)/y on y: 20 + 4g + 8/y for a 4H MLP; of T*H/y * (x-1)/x on x: 8."""
     shape = DenseShape(layers=1, hidden=96, heads=16, kv_heads=kv_heads, intermediate=384, vocab=9, gated=False)
     share = Fraction(kv_heads, 16)
-    unit = Fraction(STEP.tokens * 96 * STEP.compute_bytes)
+    unit = Fraction(STEP.rows * STEP.seq * 96 * STEP.compute_bytes)
     for layout, all_to_alls in (("token", Fraction(8, grid.y)), ("feature", 0)):
         ledger = layer_volumes(shape, grid, STEP, layout=layout)
         statistics = ledger.bytes_sent(kind="all_reduce")
@@ -65,6 +66,51 @@ def test_a_layer_sends_what_design_says(grid, kv_heads):
         assert ledger.bytes_sent(axes=("y",)) - statistics == on_y
         assert ledger.bytes_sent(axes=("x",)) == on_x
         assert (statistics > 0) == (layout == "feature" and grid.y > 1)
+
+
+def test_parts_of_z_have_names_where_they_are_not_all_of_it():
+    for grid, rows, context in (
+        (Grid(z=4, context=2), "rows", "context"),
+        (Grid(z=4, context=4), None, "z"),
+        (Grid(z=4), "z", None),
+    ):
+        ledger = Ledger(grid)
+        ledger.add("forward", "all_reduce", ("data", "rows"), 8)
+        ledger.add("forward", "all_to_all", ("context",), 8)
+        ledger.add("forward", "all_gather", ("rows", "context"), 8)
+        kinds = (("all_reduce", rows), ("all_to_all", context), ("all_gather", "z"))
+        assert list(ledger.entries) == [LedgerKey("forward", kind, (axis,)) for kind, axis in kinds if axis]
+        assert ledger.bytes_sent(kind="all_gather") == 3 * 8
+
+
+@pytest.mark.parametrize("inner", [{}, {"x": 2}, {"y": 2}, {"y": 2, "x": 2}], ids=str)
+@pytest.mark.parametrize("kv_heads", [16, 8, 2])
+@pytest.mark.parametrize(("z", "context"), [(4, 2), (4, 4), (8, 4)])
+def test_context_sends_heads_of_whole_rows_and_back(z, context, kv_heads, inner):
+    """Beside what as many tokens of whole rows send: two all-to-alls a layer and pass, and two for the loss."""
+    shape = replace(LLAMA, kv_heads=kv_heads)
+    grid, whole = Grid(z=z, context=context, **inner), Grid(z=z, **inner)
+    parts = grid.x * grid.y
+    query, kv = 16 // parts, max(1, kv_heads // parts)
+    kv = kv if kv % context == 0 else context  # powers of two: repeated until each rank has one
+    queries, values = 6 * (query + 2 * kv), 6 * query  # features of q, k, v together, and of attention's output
+    for checkpointing in (False, True):
+        step = Step(rows=4, seq=30 if context == 2 else 29, checkpointing=checkpointing)
+        tokens = 4 * (15 if context == 2 else 8)
+        assert step.tokens(grid) == tokens
+        found = volumes(shape, grid, replace(step, counted=True))
+        expected = Ledger(grid)
+        expected.include(volumes(shape, whole, replace(step, rows=1, seq=tokens, counted=True)))
+        both = tokens * (queries + values) * step.compute_bytes
+        for phase, passes in (("forward", 1), ("backward", 2 if checkpointing else 1)):
+            expected.add(phase, "all_to_all", ("context",), 4 * passes * both, 4 * passes * 2)
+        expected.add("forward", "all_reduce", ("context",), 4)
+        expected.add("forward", "all_gather", ("context",), tokens * 4)
+        assert found.entries == expected.entries
+        rows = Ledger(grid)
+        rows.include(found)
+        rows.add("forward", "all_reduce", ("data", "rows"), 8)  # kept tokens, which are counted of whole rows
+        assert volumes(shape, grid, step).entries == rows.entries
 
 
 def test_z_moves_weights_three_times_and_x_y_divide_them():

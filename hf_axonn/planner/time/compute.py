@@ -7,7 +7,8 @@
     attention    two products of half the square (causal), backward 2.5 times as many, at the speed of the kernel
     elementwise  bytes read and written / (memory_fraction * memory_bandwidth)
 
-Legend: T = tokens of one (data, z) position, a = heads * head_dim, k = kv heads * head_dim, I = intermediate.
+Legend: T = tokens of one (data, z) position (its positions of rows that context divides), a = heads * head_dim, k = kv
+heads * head_dim, I = intermediate.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hf_axonn.planner.shapes import (
     LinearShape,
     ModelShape,
     UnshardedModule,
+    context_features,
     heads_repeat,
     shard_shape,
 )
@@ -103,6 +105,7 @@ class Compute:
     ) -> None:
         self.attention_rates = machine.attention_rates(attention)
         self.shape, self.machine, self.grid, self.step = shape, machine, grid, step
+        self.tokens = step.tokens(grid)
         self.stream_share = 1.0 if shape.loose else 1 / (grid.x * grid.y)
 
     def repeats(self, block: BlockShape) -> int:
@@ -157,7 +160,7 @@ class Compute:
     def alone(self, call: LinearCall) -> Group:
         """Seconds of a Linear on its own, and of its module's work with the output, which all ranks of (x, y) repeat:
         taken to read and write it twice."""
-        linear, tokens = call.linear, float(call.inputs) * self.step.tokens
+        linear, tokens = call.linear, float(call.inputs) * self.tokens
         inner, outer = [ceil_div(linear.cols, self.grid.y)], [ceil_div(linear.rows, self.grid.x)]
         seconds = self.memory_seconds(4 * tokens * linear.rows * self.step.compute_bytes, 2)
         products = _sums(self._products(inner, outer, tokens), self._dequantize_seconds(WeightKind.LINEAR, [linear]))
@@ -167,7 +170,7 @@ class Compute:
         """Seconds of the experts of this rank, if tokens spread evenly."""
         step, machine = self.step, self.machine
         own = ceil_div(experts.number, self.grid.x * self.grid.y)
-        each = step.tokens * (1 if experts.sorted else experts.chosen / experts.number)  # tokens of an expert
+        each = self.tokens * (1 if experts.sorted else experts.chosen / experts.number)  # tokens of an expert
 
         def seconds(m: float, k: float, n: float) -> float:  # of a product of each expert, in one kernel for all
             rate = machine.gemm_flops * machine.gemm_fraction * share(machine, m, k, n)
@@ -189,7 +192,7 @@ class Compute:
         """Seconds of routers on this rank's own tokens: forward, backward."""
         if not layer.routed:
             return 0.0, 0.0
-        tokens = self.step.tokens / (self.grid.x * self.grid.y)
+        tokens = self.tokens / (self.grid.x * self.grid.y)
         seconds = product(self.machine, tokens, self.shape.hidden, layer.routed, element=self.step.compute_bytes)
         rest = self.memory_seconds(tokens * layer.routed * 6 * 4, 6)
         return seconds + rest, 2 * (seconds + rest)
@@ -198,7 +201,7 @@ class Compute:
         """Seconds of forward, dI and dW of [T, sum of inner] x [sum of outer, sum of inner], a product for every pair
         of shards."""
         seconds = partial(product, self.machine, element=self.step.compute_bytes)
-        tokens = self.step.tokens if tokens is None else tokens
+        tokens = self.tokens if tokens is None else tokens
         forward = input_gradient = weight_gradient = 0.0
         for (k, k_times), (n, n_times) in itertools.product(Counter(inner).items(), Counter(outer).items()):
             first, again = seconds(tokens, k, n), seconds(tokens, k, n, accumulate=True)
@@ -210,7 +213,7 @@ class Compute:
 
     def _adapters(self, kind: WeightKind, linears: Sequence[LinearShape]) -> tuple[float, float, float]:
         """Seconds of LoRA on these Linears: forward, gradient of the input, and of A and B, two products each."""
-        rank, tokens, x, y = self.step.lora, self.step.tokens, self.grid.x, self.grid.y
+        rank, tokens, x, y = self.step.lora, self.tokens, self.grid.x, self.grid.y
         seconds = 0.0
         for linear in linears if rank else ():
             row = kind == WeightKind.ROW
@@ -240,20 +243,24 @@ class Compute:
 
     def attention(self, block: BlockShape, repeat: int) -> tuple[float, float]:
         """Seconds of the rotation of q and k, and of attention itself: forward, backward. `repeat`: ranks that do the
-        same."""
+        same. Where context divides rows a rank has fewer heads of more positions, which is as much."""
         query, value, keys = block.query_features, block.value_features, block.kv_features / 2
-        tokens = self.step.tokens * repeat / (self.grid.x * self.grid.y)
+        tokens = self.tokens * repeat / (self.grid.x * self.grid.y)
         # Scores and their use: 2 products of 2 T a for every key, of which a causal mask leaves half.
         flops = 2 * tokens * block.keys(self.step.seq) * (query + value)
         there, back = (max(self.machine.kernel, flops / rate) for rate in self.attention_rates)
         # rotation reads and writes q and k twice, the kernel reads q, k, v and writes one
         moved = 5 * query + value + 6 * keys
         rotation = self.memory_seconds(moved * tokens * self.step.compute_bytes, 4)
-        return there + rotation, ATTENTION_BACKWARD * back + 2 * rotation
+        copies = 0.0
+        if self.grid.context > 1:  # before and after each of two exchanges what travels is read and written
+            exchanged = 4 * self.tokens * sum(context_features(block, self.grid)) * self.step.compute_bytes
+            copies = self.memory_seconds(exchanged, 8)
+        return there + rotation + copies, ATTENTION_BACKWARD * back + 2 * rotation + copies
 
     def activation(self, inner: int, passes: int) -> tuple[float, float]:
         """Seconds of the MLP's activation function: reads and writes I features `passes` times, 2, or 5 if gated."""
-        per_rank = self.step.tokens * ceil_div(ceil_div(inner, self.grid.x), self.grid.y)
+        per_rank = self.tokens * ceil_div(ceil_div(inner, self.grid.x), self.grid.y)
         seconds = self.memory_seconds(passes * per_rank * self.step.compute_bytes, 2)
         return seconds, 2 * seconds
 
@@ -261,20 +268,20 @@ class Compute:
         """Seconds of one residual addition and `norms` norms: reads and writes of the stream, p bytes an element, c of
         activations."""
         param, compute = self.step.stream_bytes, self.step.compute_bytes
-        elements = self.step.tokens * self.shape.hidden * self.stream_share
+        elements = self.tokens * self.shape.hidden * self.stream_share
         moved = elements * ((2 * param + compute) + norms * (param + compute))
         seconds = self.memory_seconds(moved, NORM_AND_RESIDUAL // 2)
         return seconds, 2 * seconds
 
     def _norm(self, features: int) -> tuple[float, float]:
         """Seconds of a norm of full activations, which all ranks repeat."""
-        seconds = self.memory_seconds(2 * self.step.tokens * features * self.step.compute_bytes, 2)
+        seconds = self.memory_seconds(2 * self.tokens * features * self.step.compute_bytes, 2)
         return seconds, 2 * seconds
 
     def embedding(self) -> float:
         """Seconds of the embedding, which are in `head`: its output is written."""
         parts = self.grid.x * self.grid.y
-        return self.memory_seconds(self.step.tokens * self.shape.hidden / parts * self.step.param_bytes)
+        return self.memory_seconds(self.tokens * self.shape.hidden / parts * self.step.param_bytes)
 
     def head(self) -> tuple[float, float]:
         """Seconds of embedding, head and loss of all tokens on the own share of the vocabulary: products, the rest.
@@ -284,7 +291,7 @@ class Compute:
         """
         parts = self.grid.x * self.grid.y
         vocab = ceil_div(ceil_div(self.shape.vocab, self.grid.y), self.grid.x)
-        tokens, hidden = self.step.tokens, self.shape.hidden
+        tokens, hidden = self.tokens, self.shape.hidden
         seconds = product(self.machine, tokens, hidden, vocab, element=self.step.compute_bytes)
         seconds += product(self.machine, tokens, vocab, hidden, element=self.step.compute_bytes)
         if not self.step.lora:

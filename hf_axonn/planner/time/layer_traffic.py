@@ -24,7 +24,7 @@ class LayerSeconds(NamedTuple):
 
     gathers, reduces: over z, of each group, one pass; gathers_again: whether recomputation gathers once more; kept:
         whether the first gather serves backward and recomputation, too.
-    forward, backward: over x and y, those that nothing hides (with recomputation: its share is in backward).
+    forward, backward: over x, y and context, those that nothing hides (with recomputation: its share is in backward).
     hidden: over x or y, of each group, those that run beside its weight gradient.
     """
 
@@ -44,7 +44,7 @@ class LayerTraffic:
     Args:
         gathers, reduces: payload over z of each group, one pass.
         gathers_again: whether recomputation gathers once more.
-        ledger: collectives over x and y that nothing hides.
+        ledger: collectives over x, y and context that nothing hides.
         hidden: (kind, axis, payload) over x or y beside the weight gradient of each group; None for none.
         once: groups that backward does not gather once more after recomputation.
         kept: whether the first gather serves backward and recomputation, too (`keep_gathered`).
@@ -158,8 +158,8 @@ def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> Lay
             gathers.append(step.gather_bytes(elements[-1]))
             payloads = {WeightKind.ROW: of_row, WeightKind.COLUMN: of_columns}
             hide("y" if kind == WeightKind.ROW else "x", payloads.get(kind, 0))
-    for key in [key for key in ledger.entries if key.axes == ("z",)]:
-        del ledger.entries[key]
+    for key in [key for key in ledger.entries if key.axes == ("z",) and key.kind != "all_to_all"]:
+        del ledger.entries[key]  # of weights
     if step.keeps_recomputed:
         once = list(range(len(elements)))
     size = max(step.compute_bytes, step.reduce_bytes)

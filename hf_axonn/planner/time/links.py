@@ -25,7 +25,7 @@ from typing import NamedTuple
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.topology.axis_order import ORDER, check_order
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import PARTS_OF_Z, Grid
 
 
 def strides(grid: Grid, order: tuple[str, ...] = ORDER) -> dict[str, int]:
@@ -67,14 +67,16 @@ class Links:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Ranks between neighbours along each axis."""
-        return strides(self.grid, self.order)
+        """Ranks between neighbours along each axis, and along the parts of z, of which context is further in."""
+        found = strides(self.grid, self.order)
+        return found | {"context": found["z"], "rows": found["z"] * self.grid.context}
 
     def ring(self, axes: Iterable[str]) -> Ring:
-        """The group along `axes`."""
+        """The group along `axes`, which may be those of a ledger's keys."""
         axes = tuple(axes)
         if axes not in self._rings:
-            self._rings[axes] = self._ring([axis for axis in self.order if axis in axes])
+            order = [part for axis in self.order for part in ((axis,) if axis != "z" else ("z", *PARTS_OF_Z[::-1]))]
+            self._rings[axes] = self._ring([axis for axis in order if axis in axes])
         return self._rings[axes]
 
     def _ring(self, axes: list[str]) -> Ring:

@@ -23,10 +23,11 @@ from collections.abc import Collection, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from hf_axonn.topology.grid import AXES, Grid
+from hf_axonn.topology.grid import PARTS_OF_Z, Grid
 
 
 PHASES = ("forward", "backward", "gradients")
+AXES = ("data", "pipe", "z", *PARTS_OF_Z, "x", "y")  # in the order in which keys have them
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "broadcast")
 
 
@@ -62,7 +63,8 @@ class Ledger:
     """The collectives of one rank on a grid, added up by `LedgerKey`.
 
     `axes` of a key are those longer than 1, in the order of AXES: a group of all ranks on data=2, x=2 is
-    ("data", "x"), as is any other group of the same ranks. What has one rank costs nothing and is not entered.
+    ("data", "x"), as is any other group of the same ranks. The parts of z have names of their own where both are
+    longer than 1; together they are z. What has one rank costs nothing and is not entered.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -71,11 +73,18 @@ class Ledger:
 
     def add(self, phase: str, kind: str, axes: Collection[str], payload: int | Fraction, calls: int = 1) -> None:
         """Enter `calls` collectives whose payloads are `payload` bytes in all."""
+        if "rows" in axes or "context" in axes:
+            axes = self._join_parts(axes)
         axes = tuple([axis for axis in AXES if axis in axes and getattr(self.grid, axis) > 1])
         if axes and calls:
             key = LedgerKey(phase, kind, axes)
             before = self.entries.get(key, Volume(0, 0))
             self.entries[key] = Volume(before.calls + calls, before.payload + payload)
+
+    def _join_parts(self, axes: Collection[str]) -> Collection[str]:
+        """Name those parts of z z that are all of it."""
+        long_parts = {part for part in PARTS_OF_Z if getattr(self.grid, part) > 1}
+        return {*axes, "z"} - {*PARTS_OF_Z} if long_parts <= {*axes} else axes
 
     def include(self, other: Ledger, times: int = 1) -> None:
         """Enter everything of another ledger of the same grid, `times` over."""

@@ -7,7 +7,8 @@ Follows the engine line by line; what is computed where stands beside each entry
 the real collectives and finds the same numbers. For decoders whose layers are sharded into blocks and experts
 (architectures/plan.py), without adapters and dropout and with every parameter trained.
 
-Legend: T = tokens of a (data, z) position padded to a multiple of x * y; H = hidden; N, K = out and in features.
+Legend: T = tokens of a (data, z) position padded to a multiple of x * y (its positions of rows that context divides);
+H = hidden; N, K = out and in features.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hf_axonn.planner.shapes import (
     LinearShape,
     ModelShape,
     UnshardedModule,
+    context_features,
     own_elements,
     own_experts,
     shard_shape,
@@ -88,7 +90,7 @@ class StepAccount:
         self.by_features = layout == "feature" and grid.y > 1
         self.here = grid.coordinates(rank)
         self.place = GridPosition(grid, self.here)
-        self.tokens = step.tokens
+        self.tokens = step.tokens(grid)
         self.padded = step.padded_tokens(grid)
         self.hidden_y = ceil_div(shape.hidden, grid.y)
         # Statistics and the loss are at least float32; gradients are reduced in the wider of their and reduce_dtype.
@@ -173,6 +175,9 @@ class StepAccount:
                 ledger.add("backward", "exchange", axes, self.tokens * arriving * self.step.compute_bytes)
         for _, centered in block.head_norms:
             self.add_statistics(ledger, axes, self.tokens, centered)
+        if block.query and grid.context > 1:  # ContextAttention: to whole rows of fewer heads, and back
+            for features in context_features(block, grid):
+                pair(ledger, "all_to_all", "all_to_all", ("context",), self.tokens * features)
         # RowParallel._forward
         row = block.row
         if "y" in axes:
@@ -365,7 +370,7 @@ class StepAccount:
                 weight = self.shard_elements(WeightKind.VOCABULARY, [LinearShape(table.rows, self.shape.hidden)])
                 ledger.add("forward", "all_gather", ("z",), weight * size)
                 self.add_reductions(ledger, weight, size)
-                looked_up = self.step.seq if table.shared else self.tokens
+                looked_up = self.step.positions(self.grid) if table.shared else self.tokens
                 ledger.add("forward", "all_reduce", ("x", "y"), looked_up * self.shape.hidden * size)
         if not self.shape.loose:
             own = self.padded // self.grid.x
@@ -401,8 +406,11 @@ class StepAccount:
             "forward", "all_reduce", ("x", "y"), 3 * self.padded * self.wide, 2 * chunks
         )  # max; sum-exp and target
         ledger.add("forward", "reduce_scatter", ("x", "y"), own * shape.hidden * size, chunks)
+        if grid.context > 1:  # the loss and the losses of tokens, of whole rows
+            ledger.add("forward", "all_reduce", ("context",), self.wide)
+            ledger.add("forward", "all_gather", ("context",), self.tokens * self.wide)
         if not step.counted:
-            ledger.add("forward", "all_reduce", ("data", "z"), 8)
+            ledger.add("forward", "all_reduce", ("data", "rows"), 8)
         return ledger
 
     def gradients(self) -> Ledger:

@@ -168,14 +168,14 @@ def axonn_traffic(shape: ModelShape, grid: Grid, step: Step) -> Traffic:
         weights += shape.depth * Fraction(layer.k * layer.n, shards)
         gathers.append(layer.k * layer.n * size / shards)
         inner, outer = ("x", "y") if layer.transposed else ("y", "x")  # the axes that shard k and n
-        forward = Fraction(step.tokens * layer.n * size, getattr(grid, outer))
+        forward = Fraction(step.tokens(grid) * layer.n * size, getattr(grid, outer))
         ledger.add("forward", "all_reduce", (inner,), forward)
         if step.checkpointing:
             ledger.add("backward", "all_reduce", (inner,), forward)
-        backward = step.tokens * layer.k * size / getattr(grid, inner)
+        backward = step.tokens(grid) * layer.k * size / getattr(grid, inner)
         hidden.append(("all_reduce", outer, backward) if getattr(grid, outer) > 1 else None)
     rest, gradients = Ledger(grid), Ledger(grid)
-    stream = step.tokens * shape.hidden * size
+    stream = step.tokens(grid) * shape.hidden * size
     for phase in ("forward", "backward"):
         rest.add(phase, "all_reduce", ("x", "y"), stream)
     vocabulary = Fraction(shape.vocab * shape.hidden, shards)

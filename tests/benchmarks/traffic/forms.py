@@ -22,7 +22,7 @@ from hf_axonn.topology.grid import Grid
 
 def all_reduce_form(shape: DenseShape, grid: Grid, step: Step, *, fused: bool) -> Ledger:
     """AxoNN's equations for one layer, sizes divisible by x and y; without the weights' traffic over z."""
-    ledger, unit = Ledger(grid), step.tokens * step.compute_bytes
+    ledger, unit = Ledger(grid), step.tokens(grid) * step.compute_bytes
 
     def enter(linear: LinearShape, *, column: bool) -> None:
         inner, outer = ("y", "x") if column else ("x", "y")  # the axes that divide K and N
@@ -47,7 +47,7 @@ def megatron(shape: DenseShape, grid: Grid, step: Step) -> Ledger:
     """
     if grid.y * grid.z > 1:
         raise ValueError(f"Megatron's tensor parallelism has one axis, so y = z = 1, but the grid is {grid}.")
-    ledger, block = Ledger(grid), step.tokens // grid.x * shape.hidden * step.compute_bytes
+    ledger, block = Ledger(grid), step.tokens(grid) // grid.x * shape.hidden * step.compute_bytes
     for phase, kind, calls in (
         ("forward", "all_gather", 2),
         ("forward", "reduce_scatter", 2),

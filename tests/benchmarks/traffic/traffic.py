@@ -93,7 +93,7 @@ def count_step(kind: str, shape: DenseShape, grid: Grid, layout: str, layers: in
     """Count the collectives of this rank in the second step: the first has yet to learn what to gather ahead."""
     config = AxonnConfig(grid=grid, layout=layout if grid.y > 1 else "auto")
     model, _ = parallelize(build(kind, shape, layers), grid, config=config)
-    ids = torch.arange(STEP.tokens).view(STEP.rows, STEP.seq) % shape.vocab
+    ids = torch.arange(STEP.rows * STEP.seq).view(STEP.rows, STEP.seq) % shape.vocab
     for _ in range(2):
         model.zero_grad()
         with count_traffic(grid) as counter:
@@ -152,7 +152,8 @@ def layer_table(counts: dict, name: str) -> list[str]:
     shape, how_ours = MODELS[name][1], "counted" if is_counted(name) else "volumes"
     lines = [
         f"One decoder layer of {name}: bytes of activations that each rank sends in forward and backward,",
-        f"{STEP.tokens} tokens of float32 at each (data, z); norms aside in every number but their own and the calls",
+        f"{STEP.rows * STEP.seq} tokens of float32 at each (data, z); norms aside in every number but their own and "
+        "the calls",
         "",
         f"{'grid':<20} {'form':<21} {'how':<9} {'on y':>9} {'on x':>9} {'norms':>6} {'sum':>9} "
         f"{'/fused':>7} {'/layer':>7} {'calls':>6}",

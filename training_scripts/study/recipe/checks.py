@@ -244,9 +244,10 @@ def _check_model(recipe: Recipe, model: Model, place: Marked) -> None:
             f"{sizes.name}: {shape.heads} heads do not divide hidden_size {shape.hidden}: write other sizes."
         )
     longest = max(recipe.documents.length, recipe.base_length if model.config is not None else 0)
-    if shape.context and shape.context < longest:
+    if shape.max_positions and shape.max_positions < longest:
         raise sizes.at("max_position_embeddings").error(
-            f"{sizes.name} has {shape.context} positions, but rows have {longest} tokens: write at least as many."
+            f"{sizes.name} has {shape.max_positions} positions, but rows have {longest} tokens: write at least as "
+            "many."
         )
 
 
