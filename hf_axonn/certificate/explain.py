@@ -22,6 +22,7 @@ from hf_axonn.certificate.compare import (
     norm_at,
     shard_errors,
 )
+from hf_axonn.certificate.divided_rows import explain_division
 from hf_axonn.certificate.hypotheses import (
     FITS,
     OWN,
@@ -175,6 +176,8 @@ class Explainer:
         mixtures = [mixture for mixture in found if mixture is not None]
         if len(mixtures) == len(found) and not all(mixture.right for mixture in mixtures):
             return describe_mixtures(mixtures, positions, groups)
+        if text := explain_division(self.steps, step, ranks, positions, self.factors):
+            return text
         if text := find_other_losses([record.losses[step - 1] for record in many], positions, groups):
             return text
         if text := describe_rounding(ranks, right):

@@ -111,7 +111,8 @@ def _plan_grid(settings: dict[str, Any], notes: list[str]) -> LaunchPlan:
     if grid.size == 1:
         raise ValueError("the grid has one rank, so that there is nothing to compare.")
     section = json.loads(config.to_json())
-    factors = {"ranks": grid.size, "data-parallel positions (data * z)": grid.dp_size, "x * y": grid.x * grid.y}
+    rows = "data * z / context" if grid.context > 1 else "data * z"
+    factors = {"ranks": grid.size, f"data-parallel positions ({rows})": grid.dp_size, "x * y": grid.x * grid.y}
     factors |= {axis: size for axis, size in grid.as_dict().items()}
     return LaunchPlan(
         title=f"hf_axonn, grid {grid}",
@@ -140,6 +141,7 @@ def smaller_grid(grid: Grid, most: int) -> Grid:
     found: list[dict[str, int]] = [{}]
     for axis, sizes in zip(_axes(grid), choices, strict=True):
         found = [{**some, axis: size} for some in found for size in sizes]
+    found = [sizes for sizes in found if sizes["z"] % sizes.get("context", 1) == 0]
     fitting = [small for small in (Grid(**sizes) for sizes in found) if small.size <= most]
     return max(fitting, key=lambda small: (sum(size > 1 for size in _axes(small).values()), small.size))
 

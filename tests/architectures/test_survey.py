@@ -11,8 +11,9 @@ import torch
 from hf_axonn.engine.documents import separate_documents, why_documents_mix
 from tests.benchmarks.architectures import survey as architectures
 from tests.benchmarks.architectures.survey import BOUND, MODEL_TYPES, in_float64, prepare, survey, survey_grid
-from tests.benchmarks.architectures.survey_table import Row, markdown, summary
+from tests.benchmarks.architectures.survey_table import Row, divided_rows, markdown, summary
 from tests.benchmarks.architectures.tiny_configs import UNTRAINABLE, tiny_model
+from tests.helpers import ROOT
 
 
 # One type of each kind of structure; of gpt2 and mixtral other tests have the same numbers.
@@ -116,3 +117,21 @@ def test_all_of_them_on_all_axes():
     impossible = {row.model_type for row in rows if row.impossible}
     assert impossible <= {*UNTRAINABLE, "gemma3n"}, problems(rows)  # gemma3n needs timm
     assert not [row for row in rows if row.verdict(BOUND) == "wrong"], problems(rows)
+
+
+def test_a_type_whose_rows_cannot_be_divided_is_refused_and_not_wrong():
+    specimens = [prepare(model_type) for model_type in ("bloom", "mamba", "falcon_mamba", "gptj")]
+    survey_grid(specimens, "z2c2")  # starts no ranks, as nothing is left
+    rows = [specimen.row for specimen in specimens]
+    assert {row.verdict(BOUND) for row in rows} == {"refused"}
+    assert summary(rows, BOUND).endswith("0 not possible, 4 refused")
+    text = divided_rows(rows, ["z2c2"], BOUND)
+    assert "layers are known | 2 | mamba, falcon_mamba |" in text and "| its attention does not take" in text
+
+
+@pytest.mark.slow
+def test_rows_of_all_of_them_are_divided_or_refused():
+    rows = [row for some in survey(list(MODEL_TYPES), ["z2c2"]) for row in some]
+    assert not [row for row in rows if row.verdict(BOUND) == "wrong"], problems(rows)
+    page = (ROOT / "docs/architectures.md").read_text(encoding="utf-8")
+    assert divided_rows(rows, ["z2c2"], BOUND) in page, "the page is of another survey"

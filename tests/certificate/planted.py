@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 import transformers
@@ -14,6 +16,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_axonn.certificate import worker
+from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
+from hf_axonn.parallel import context_parallel
 
 
 def forgotten_average() -> None:
@@ -281,6 +285,45 @@ def ungathered_by_deepspeed() -> None:
     stage_1_and_2.all_gather_dp_groups = lambda **_: None
 
 
+def positions_in_wrong_order() -> None:
+    """Ranks of context number their positions as if the parts of a row were dealt from its end."""
+    stock = context_parallel._rows_of
+
+    def rows_of(*args):
+        rows = stock(*args)
+        parts, length = rows.parts, rows.own_length
+        dealt = torch.arange(parts * length).view(parts, length).flip(0).flatten()[: rows.length]
+        whole, take = rows.position_ids, rows.take
+
+        def take_dealt(tensor, fill=0):
+            return take(whole[:, dealt.clamp(max=rows.length - 1)] if tensor is whole else tensor, fill)
+
+        rows.__dict__["take"] = take_dealt
+        return rows
+
+    context_parallel._rows_of = rows_of
+
+
+def label_lost_at_the_cut() -> None:
+    """Labels are shifted after rows are divided, so that the last position of a rank has nothing to predict."""
+    stock = ShardedCausalLMLoss.weighted_nll
+
+    def weighted_nll(self, logits, targets, weights):
+        rows = self._divided_rows(logits)
+        if rows is not None:
+            weights = weights.clone()
+            weights.view(rows.batch, -1)[:, rows.own_length - 1 :: rows.own_length] = 0
+        return stock(self, logits, targets, weights)
+
+    ShardedCausalLMLoss.weighted_nll = weighted_nll
+
+
+def document_that_sees_its_neighbour() -> None:
+    """Masks are made of whole rows, but without their documents."""
+    stock = context_parallel._rows_of
+    context_parallel._rows_of = lambda *args: replace(stock(*args), documents=False)
+
+
 ERRORS = {
     function.__name__: function
     for function in (
@@ -305,5 +348,8 @@ ERRORS = {
         saved_too_early,
         unreduced_by_deepspeed,
         ungathered_by_deepspeed,
+        positions_in_wrong_order,
+        label_lost_at_the_cut,
+        document_that_sees_its_neighbour,
     )
 }

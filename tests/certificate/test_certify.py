@@ -65,6 +65,32 @@ def test_planted_errors_are_found_and_named(ddp, tmp_path, error, kind, said):
     assert_named(*ddp, tmp_path / "certificate", error, kind, said)
 
 
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory):
+    """A job of packed rows for two ranks that divide their positions, run on one process, and its plan."""
+    folder = tmp_path_factory.mktemp("divided")
+    plan = plan_of(folder, 2, axonn_config={"grid": {"z": 2, "context": 2}})
+    return one_process(folder / "alone", plan, "llama", packing=True), plan
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("positions_in_wrong_order", "numbered as if the ranks of context came in the order 1, 0"),
+        ("label_lost_at_the_cut", "lose the label after each cut"),
+        ("document_that_sees_its_neighbour", "documents see each other"),
+    ],
+)
+def test_rows_that_are_divided_wrongly_are_found_and_named(divided, tmp_path, error, said):
+    assert_named(*divided, tmp_path / "certificate", error, "loss", said)
+
+
+@pytest.mark.slow
+def test_divided_rows_are_equal(divided, tmp_path):
+    result = many_processes(divided[0], tmp_path / "certificate", divided[1])
+    assert result.equal and result.groups == [[0, 1]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "settings", "code"),
@@ -74,6 +100,7 @@ def test_planted_errors_are_found_and_named(ddp, tmp_path, error, kind, said):
         # Trainer's evaluation loss counts full batches twice, as both ranks have them, and the last one once
         ("tensor", 2, {"parallelism_config": {**TENSOR, "parallelism_config_tp_size": 2}}, 1),
         ("ours", 4, {"axonn_config": {"grid": {"z": 2, "x": 2}}}, 0),
+        ("context", 4, {"axonn_config": {"grid": {"z": 4, "context": 2}}}, 0),
         ("pipe", 2, {"axonn_config": {"grid": {"pipe": 2}}}, 0),
         ("y", 2, {"axonn_config": {"grid": {"y": 2}}}, 0),
         ("data", 2, {"axonn_config": {"grid": {"data": 2}}}, 0),

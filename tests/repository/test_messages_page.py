@@ -33,8 +33,8 @@ def pattern_of(quoted: str) -> re.Pattern[str]:
 
 
 def test_quoted_messages_are_those_of_the_code():
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    quoted = QUOTED.findall(page)
+    pages = [ROOT / "docs" / name for name in ("troubleshooting.md", "how_to/long_rows.md")]
+    quoted = [text for page in pages for text in QUOTED.findall(page.read_text(encoding="utf-8"))]
     assert len(quoted) > 30
     absent = [text for text in quoted if not any(pattern_of(text).search(message) for message in literals())]
     assert not absent, absent

@@ -4,6 +4,7 @@
 
 grid         who sits where: `Grid.coordinates`, `Grid.ranks_along`
 weights      which rank holds which rectangle of a weight: `slices_at`
+rows         which rank holds which positions of a row, and which heads in attention: `Rows.take`, `Heads`
 layer        what a decoder layer's forward pass holds and sends: recorded from the engine, on one simulated rank
 overlap      a layer's forward and backward pass with and without the overlaps: the planner's seconds
 goldfish     which tokens of two texts with a common passage are left out of the loss: `goldfish_mask`
@@ -22,7 +23,7 @@ import itertools
 import json
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_axonn import AxonnConfig, Grid, goldfish_mask, parallelize
 from hf_axonn.distributed.collectives import observe
-from hf_axonn.distributed.mesh import grid_mesh
+from hf_axonn.distributed.mesh import GridMesh, grid_mesh
+from hf_axonn.engine.rows import Rows
 from hf_axonn.planner.candidate import Candidate
 from hf_axonn.planner.dense import load_shape
 from hf_axonn.planner.job import Job
@@ -40,7 +42,8 @@ from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.time.compute import Group
 from hf_axonn.planner.time.layer_traffic import LayerSeconds
 from hf_axonn.planner.time.links import Links
-from hf_axonn.topology.grid import AXES, WEIGHT_AXES
+from hf_axonn.topology.grid import AXES, WEIGHT_AXES, GridPosition
+from hf_axonn.topology.heads import Heads
 from hf_axonn.topology.local_slices import slices_at
 from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
 from hf_axonn_eval import clopper_pearson
@@ -190,6 +193,69 @@ def weights_picture() -> Drawing:
         drawing.text(left, top + high + 20, f"each rank stores [{local[0]}, {local[1]}]", "small")
         left += wide + 86
     drawing.height = top + 300 + 34
+    return drawing
+
+
+ROW_LENGTH, ROW_HEADS, ROW_GRID = 10, 8, Grid(z=4, x=2, context=4)
+CONTEXT_COLOURS = ("y", "x", "z", "data")  # by the index on context
+
+
+def own_positions(rank: int) -> list[int]:
+    """Positions that a rank holds outside of attention; -1 behind the end of the row."""
+    here = GridPosition(ROW_GRID, ROW_GRID.coordinates(rank))
+    whole = torch.arange(ROW_LENGTH).unsqueeze(0)
+    return list(Rows(cast(GridMesh, here), 1, ROW_LENGTH, whole).take(whole, fill=-1)[0].tolist())
+
+
+def own_heads(rank: int) -> range:
+    """Query heads that a rank has in attention."""
+    here = GridPosition(ROW_GRID, ROW_GRID.coordinates(rank))
+    divided = Heads.divide(ROW_HEADS, ROW_HEADS, here)
+    count, parts = divided.own_query(here), here.size("context")
+    first = here.index(*divided.axes) * count + here.index("context") * (count // parts)
+    return range(first, first + count // parts)
+
+
+def rows_picture() -> Drawing:
+    """The positions of a row outside of attention, and its heads inside."""
+    drawing = Drawing(
+        f"A row of {ROW_LENGTH} positions and {ROW_HEADS} heads over the grid {ROW_GRID}: outside of attention a rank "
+        "holds some positions, in attention all positions of some heads."
+    )
+    left, cell, y = 118.0, 48.0, 30.0
+    ranks_of: dict[int, list[int]] = {}
+    for rank in range(ROW_GRID.size):
+        ranks_of.setdefault(ROW_GRID.coordinates(rank)["z"] % ROW_GRID.context, []).append(rank)
+    drawing.text(left, y - 10, "outside of attention: every module but attention, and the loss", "bold")
+    drawing.text(left - 12, y + 22, "positions", "small", "end")
+    for part, ranks in ranks_of.items():
+        places = own_positions(ranks[0])
+        for offset, place in enumerate(places):
+            x = left + (part * len(places) + offset) * cell
+            drawing.box(x, y, cell, 34, CONTEXT_COLOURS[part] if place >= 0 else "frame")
+            said, kind = (str(place), "") if place >= 0 else ("fill", "small")
+            drawing.text(x + cell / 2, y + 22, said, kind, "middle")
+        middle = left + (part + 0.5) * len(places) * cell
+        drawing.text(middle, y + 52, f"ranks {', '.join(map(str, ranks))}", f"t-{CONTEXT_COLOURS[part]}", "middle")
+        drawing.text(middle, y + 68, f"context={part}", "small", "middle")
+    y += 84
+    drawing.arrow(left + 2 * cell, y, y + 44)
+    drawing.text(left + 2 * cell + 14, y + 18, "all-to-all over context:", "small")
+    drawing.text(left + 2 * cell + 14, y + 34, "q, k and v together", "small")
+    drawing.path(f"M{left + 7 * cell:g} {y + 44:g}V{y:g}m-4 6l4 -6l4 6")
+    drawing.text(left + 7 * cell + 14, y + 18, "all-to-all over context:", "small")
+    drawing.text(left + 7 * cell + 14, y + 34, "what attention has computed", "small")
+    y += 76
+    drawing.text(left, y - 12, "in attention", "bold")
+    for rank in sorted(range(ROW_GRID.size), key=lambda each: own_heads(each)[0]):
+        for head in own_heads(rank):
+            part = ROW_GRID.coordinates(rank)["z"] % ROW_GRID.context
+            drawing.text(left - 12, y + 18, f"head {head}", "small", "end")
+            drawing.box(left, y, ROW_LENGTH * cell, 26, CONTEXT_COLOURS[part])
+            said = f"rank {rank}: context={part}, x={ROW_GRID.coordinates(rank)['x']}; positions 0 to {ROW_LENGTH - 1}"
+            drawing.text(left + ROW_LENGTH * cell / 2, y + 18, said, "", "middle")
+            y += 26
+    drawing.height = y + 12
     return drawing
 
 
@@ -572,6 +638,7 @@ def _chart(drawing: Drawing, points: list[tuple[int, float]], left: float, top: 
 PICTURES = {
     "grid": grid_picture,
     "weights": weights_picture,
+    "rows": rows_picture,
     "layer": layer_picture,
     "overlap": overlap_picture,
     "goldfish": goldfish_picture,

@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.architectures.survey                             the whole survey, docs/architectures.md
     python -m tests.benchmarks.architectures.survey --types gpt2,mixtral --grids x2,x2y2z2
+    python -m tests.benchmarks.architectures.survey --grids z2c2                the page's section on divided rows
 
 Loss and all gradients are compared in float64. One row a model type: how it was cut and why, how many of its
-parameters are divided among the ranks, and the largest relative error (tests/helpers/float64.py) over the grids. The
-exit code is 1 if any type is wrong.
+parameters are divided among the ranks, and the largest relative error (tests/helpers/float64.py) over the grids. On
+grids with context some types are refused, which is not wrong. The exit code is 1 if any type is wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from transformers.utils import logging
 
 from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
-from tests.benchmarks.architectures.survey_table import HEADER, Row, markdown, summary
+from hf_axonn.parallel.context_parallel import check_context
+from tests.benchmarks.architectures.survey_table import HEADER, Row, markdown, summary, write_page
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, UNTRAINABLE, tiny_batch, tiny_model
 from tests.helpers import ROOT
 from tests.helpers.equality import exact, mean_over_world, model_loss, rows_of
@@ -51,6 +53,8 @@ GRIDS = {
     "y2z2": Grid(y=2, z=2),
     "x2y2z2": Grid(x=2, y=2, z=2),
 }
+OF_CONTEXT = {"z2c2": Grid(z=2, context=2)}  # surveyed by themselves: many types are refused there
+EVERY_GRID = GRIDS | OF_CONTEXT
 BOUND = 1e-10
 TOGETHER = 24  # model types that are held at once
 SECONDS_A_TYPE = 120  # on one grid; ranks that take longer wait for one another for ever
@@ -159,10 +163,20 @@ def examine_all(specimens: list[Specimen], grid: Grid, folder: str) -> None:
         os.replace(file.name, file.name.removesuffix(".part"))
 
 
+def is_refused(specimen: Specimen, grid: Grid) -> bool:
+    """Return whether the rows of a model cannot be divided over the context of a grid; its row then has the reason."""
+    try:
+        if grid.context > 1:
+            check_context(specimen.model, plan_for(specimen.model), grid)
+    except ValueError as error:
+        specimen.row.refused = str(error).partition(f"{grid}: ")[2].partition(". Omit context")[0]
+    return bool(specimen.row.refused)
+
+
 def survey_grid(specimens: list[Specimen], name: str) -> None:
     """Fill in the rows of all specimens for one grid. One launch of ranks, and one more for each that fails."""
-    grid = GRIDS[name]
-    left = list(specimens)
+    grid = EVERY_GRID[name]
+    left = [specimen for specimen in specimens if not is_refused(specimen, grid)]
     while left:
         problem = None
         with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +192,11 @@ def survey_grid(specimens: list[Specimen], name: str) -> None:
                 assert done == len(left), "a rank ended well without its findings"
                 return
             hung = any(path.stat().st_size for path in Path(folder).glob("late-*"))
-        left[done].row.failures[name] = "hangs" if hung and "Error" not in problem else one_line(_cause(problem))
+        cause = "hangs" if hung and "Error" not in problem else one_line(_cause(problem))
+        if cause.startswith("ValueError: ") and "divided over context" in cause:  # a call is refused
+            left[done].row.refused = cause.removeprefix("ValueError: ").removesuffix(".")
+        else:
+            left[done].row.failures[name] = cause
         if os.environ.get("SURVEY_DEBUG"):
             print(left[done].row.model_type, name, problem, file=sys.stderr)
         left = left[done + 1 :]
@@ -219,14 +237,16 @@ def survey(types: list[str], grids: list[str], *, jobs: int = 1) -> Iterator[lis
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--types", default=",".join(MODEL_TYPES), help="model types, separated by commas")
-    parser.add_argument("--grids", default=",".join(GRIDS), help=f"any of {','.join(GRIDS)}")
-    parser.add_argument("--out", type=Path, help="Markdown file to write; docs/architectures.md if all is surveyed")
+    parser.add_argument("--grids", default=",".join(GRIDS), help=f"any of {','.join(EVERY_GRID)}")
+    parser.add_argument(
+        "--out", type=Path, help="Markdown file to write; docs/architectures.md if all types are surveyed"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="grids that run at the same time")
     args = parser.parse_args()
     types, grids = args.types.split(","), args.grids.split(",")
-    for wrong in [*(set(types) - set(MODEL_TYPES)), *(set(grids) - set(GRIDS))]:
+    for wrong in [*(set(types) - set(MODEL_TYPES)), *(set(grids) - set(EVERY_GRID))]:
         parser.error(
-            f"{wrong} is not a model type or grid: types are those of AutoModelForCausalLM, {', '.join(GRIDS)}"
+            f"{wrong} is not a model type or grid: types are those of AutoModelForCausalLM, {', '.join(EVERY_GRID)}"
         )
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -240,9 +260,10 @@ def main() -> int:
         rows += some
     seconds = time.monotonic() - start
     print(summary(rows, BOUND), f"({seconds:.0f} s)")
-    out = args.out or (ROOT / "docs/architectures.md" if types == list(MODEL_TYPES) and grids == list(GRIDS) else None)
-    if out:
-        out.write_text(markdown(rows, grids, BOUND, seconds))
+    if args.out:
+        args.out.write_text(markdown(rows, grids, BOUND, seconds))
+    elif types == list(MODEL_TYPES) and grids in (list(GRIDS), list(OF_CONTEXT)):
+        write_page(ROOT / "docs/architectures.md", rows, grids, BOUND, seconds)
     return int(any(row.verdict(BOUND) == "wrong" for row in rows))
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import re
+import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 
 
 VERDICTS = ("wrong", "planned", "Linear by Linear", "not possible")
+REFUSED = "refused"  # a verdict on grids with context alone
+DIVIDED_ROWS = "## Divided rows\n"  # the section that is surveyed by itself
 
 
 @dataclass
@@ -19,6 +23,7 @@ class Row:
 
     Attributes:
         impossible: why it does not run on one process.
+        refused: why its rows cannot be divided over context.
         planned: whether it is cut by blocks.
         how: what the report of `parallelize` says in one line.
         sharded, replicated: parameters that are divided among the ranks, and that every rank holds.
@@ -29,6 +34,7 @@ class Row:
     model_type: str
     class_name: str = ""
     impossible: str = ""
+    refused: str = ""
     planned: bool = False
     how: str = ""
     sharded: int = 0
@@ -43,17 +49,19 @@ class Row:
         return max(finite, default=(0.0, "", ""))
 
     def verdict(self, bound: float) -> str:
-        """One of VERDICTS."""
+        """One of VERDICTS, or REFUSED."""
         if self.impossible:
             return "not possible"
+        if self.refused:
+            return REFUSED
         if self.failures or self.worst()[0] > bound:
             return "wrong"
         return "planned" if self.planned else "Linear by Linear"
 
     def note(self, bound: float) -> str:
         """What else there is to say: how it is cut, why not by blocks, or what is wrong."""
-        if self.impossible:
-            return self.impossible
+        if self.impossible or self.refused:
+            return self.impossible or self.refused
         problems = [f"{grid}: {text}" for grid, text in self.failures.items()]
         error, whose, grid = self.worst()
         if error > bound:
@@ -74,7 +82,8 @@ HEADER = f"{'model type':<26} {'verdict':<17} sharded  replic.  error on      ho
 def summary(rows: list[Row], bound: float) -> str:
     """How many rows have which verdict, in one line."""
     counts = Counter(row.verdict(bound) for row in rows)
-    return f"{len(rows)} model types: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+    verdicts = (*VERDICTS, *([REFUSED] if counts[REFUSED] else []))
+    return f"{len(rows)} model types: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts)
 
 
 EXPLANATION = """\
@@ -119,3 +128,41 @@ def markdown(rows: list[Row], grids: list[str], bound: float, seconds: float) ->
         note = row.note(bound).replace("|", "/")
         lines.append(f"| {row.model_type} | {row.class_name} | {row.verdict(bound)} | {numbers} | {note} |")
     return "\n".join(lines) + "\n"
+
+
+def divided_rows(rows: list[Row], grids: list[str], bound: float) -> str:
+    """The section of docs/architectures.md about grids with context: how many types are equal, and why others are
+    refused."""
+    trained = [row for row in rows if not row.impossible]
+    equal = [row for row in trained if row.verdict(bound) in ("planned", "Linear by Linear")]
+    reasons: dict[str, list[str]] = {}
+    for row in trained:
+        if row.refused:
+            reasons.setdefault(_kind_of(row.refused), []).append(row.model_type)
+    wrong = len(trained) - len(equal) - sum(map(len, reasons.values()))
+    text = (
+        f"Of {len(trained)} model types {len(equal)} equal one process where [context divides the positions of their "
+        f"rows](how_to/long_rows.md), loss and every gradient within {bound:.0e} on the grid {', '.join(grids)}, and "
+        f"{wrong} are wrong. The others are refused with one of the reasons below, before a step is made. "
+        f"`python -m tests.benchmarks.architectures.survey` on that grid alone repeats it."
+    )
+    lines = [DIVIDED_ROWS, *textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False), ""]
+    lines += ["| reason | number | model types |", "|---|--:|---|"]
+    for reason, types in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {reason} | {len(types)} | {', '.join(types)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kind_of(reason: str) -> str:
+    """A reason without the names of one model."""
+    reason = re.sub(r"^[\w.]+, a \w+, (does|has)", r"its attention \1", reason)
+    return re.sub(r" \(.*\)$", "", reason.replace("|", "/"))
+
+
+def write_page(path: Path, rows: list[Row], grids: list[str], bound: float, seconds: float) -> None:
+    """Write the part of docs/architectures.md that these grids are for; the other one stays."""
+    table, _, _ = before = path.read_text().partition(f"\n{DIVIDED_ROWS}")
+    if any(row.refused for row in rows):
+        path.write_text(f"{table}\n{divided_rows(rows, grids, bound)}")
+    else:
+        path.write_text("".join((markdown(rows, grids, bound, seconds), *before[1:])))

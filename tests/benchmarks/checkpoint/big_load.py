@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from hf_axonn import Grid, parallelize
 from hf_axonn.engine.dtensors import local_slices
-from hf_axonn.topology.grid import AXES, GridPosition
+from hf_axonn.topology.grid import SIZES, GridPosition
 
 
 FILE_BYTES = 5 * 10**9  # of a file of the checkpoint, as save_pretrained cuts it
@@ -145,7 +145,7 @@ def read_grid(text: str) -> Grid:
     """`z=2,x=4` as a grid."""
     try:
         sizes = dict(part.split("=") for part in text.split(","))
-        unknown = set(sizes) - set(AXES)
+        unknown = set(sizes) - set(SIZES)
         if unknown:
             raise ValueError(f"no axis {', '.join(sorted(unknown))}")
         return Grid(**{axis: int(size) for axis, size in sizes.items()})
