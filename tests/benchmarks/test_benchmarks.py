@@ -50,7 +50,7 @@ def test_stages_train_the_same_model_as_torchs_own(tmp_path):
         (["--grids", "x=3"], "3, but 2 process(es)"),
         (["--grids", "w=2"], "--grids"),
         (["--others", "Megatron"], "there are plain"),
-        (["--rows", "3"], "--rows is 3"),
+        (["--rows", "3"], "--rows is 3, which DDP cannot divide among 2 ranks"),
     ],
 )
 def test_wrong_arguments_are_refused(capsys, arguments, message):
