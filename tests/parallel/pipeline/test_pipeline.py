@@ -136,9 +136,9 @@ def check(world: int, cases: list, rows: int = 16) -> None:
 
 
 def test_pipe_alone() -> None:
-    """Each schedule, and models that differ in kind; tied weights lie on both ends."""
+    """Each schedule but zero bubble, which is below; models that differ in kind; tied weights lie on both ends."""
     cases = [("mixtral", Grid(pipe=2), {}, False), ("gemma2", Grid(pipe=2), {}, True)]
-    cases += [("smollm2", Grid(pipe=2), schedule, False) for schedule in SCHEDULES[1:]]
+    cases += [("smollm2", Grid(pipe=2), schedule, False) for schedule in (*SCHEDULES[1:3], SCHEDULES[4])]
     cases += [("qwen3", Grid(pipe=2), {"stage_layers": [1, 3]}, False)]
     check(2, cases, rows=8)
 
