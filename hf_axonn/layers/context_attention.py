@@ -89,8 +89,9 @@ def _take_heads(module: nn.Module, heads: int, own: slice, repeats: int) -> dict
         for name in module._parameters
         if isinstance(value := module.__dict__.get(name), Tensor) and value.dim() and len(value) == heads
     }
-    if repeats > 1 and hasattr(module, "num_key_value_groups"):
-        values["num_key_value_groups"] = module.num_key_value_groups // repeats
+    groups: Any = getattr(module, "num_key_value_groups", None)
+    if repeats > 1 and groups is not None:
+        values["num_key_value_groups"] = groups // repeats
     return values
 
 

@@ -66,9 +66,10 @@ def _why_not(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
         return "its forward takes no position_ids, and would number the positions of each rank from 0"
     if not mask_functions(model):
         return "it does not make its attention masks by the functions of transformers.masking_utils"
-    if reason := MIXES.get(model.config.model_type):
+    config: Any = model.config
+    if reason := MIXES.get(config.model_type):
         return reason
-    if getattr(model.config, "z_loss_coefficient", 0):
+    if getattr(config, "z_loss_coefficient", 0):
         return "its z_loss is a mean over logits, which a rank would take of its own: set z_loss_coefficient to 0"
     if counts_positions(model):
         return "it counts positions from its tokens or its attention mask"
@@ -121,11 +122,12 @@ def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -
         if _follows_longest_row(module):
             patch_forward(module, functools.partial(_rotary, state))
     masks = mask_functions(model)
+    assert plan.decoder is not None  # `check_context` has seen to that
     for each in dict.fromkeys((model, model.get_submodule(plan.decoder))):
         names = list(inspect.signature(each.forward).parameters)
         patch_forward(each, functools.partial(_forward, state, model, names, masks))
     if hasattr(model, "generate"):
-        model.generate = functools.partial(_refuse_generate, state.grid)
+        vars(model)["generate"] = functools.partial(_refuse_generate, state.grid)
 
 
 def _forward(
@@ -184,7 +186,9 @@ def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any]) ->
         raise ValueError(f"position_ids are {list(positions.shape)}, but of rows of {length} they are [B, {length}].")
     if caches is None:
         caches = getattr(config, "use_cache", False)
-        caches = caches and not (model.training and getattr(model, "is_gradient_checkpointing", False))
+        caches = caches and not any(
+            module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
+        )
     return Rows(state.mesh, batch, length, positions, mask, documents=not caches)
 
 
