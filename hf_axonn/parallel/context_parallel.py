@@ -20,16 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.architectures.plan import PER_TOKEN, ShardingPlan
+from hf_axonn.architectures.divided_rows import why_heads_stay, why_rows_stay_whole
+from hf_axonn.architectures.plan import ShardingPlan
 from hf_axonn.compat.attention import (
-    counts_positions,
-    finds_attention_function,
     mask_functions,
-    numbers_positions,
     route_attention,
 )
-from hf_axonn.compat.transformers import has_causal_lm_loss, text_config
-from hf_axonn.engine.linears import is_linear
+from hf_axonn.compat.transformers import text_config
 from hf_axonn.engine.rows import Rows
 from hf_axonn.layers.base import patch_forward, patch_innermost, replaced, split_hidden_states
 from hf_axonn.layers.context_attention import ContextAttention
@@ -39,10 +36,6 @@ from hf_axonn.topology.heads import Heads
 
 
 WHOLE = ("labels", "shift_labels")  # arguments that the loss takes its positions of
-MIXES = {  # types whose code reads along the row where nothing of the above shows it
-    "blt": "its patches of bytes reach across ranks",
-    "doge": "its attention mask is computed from values of whole rows",
-}
 CUSTOM_MASKS = ("or_mask_function", "and_mask_function", "block_sequence_ids", "encoder_hidden_states")
 
 
@@ -60,45 +53,18 @@ def check_context(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
 
 
 def _why_not(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
-    if plan.decoder is None or not has_causal_lm_loss(model):
-        return "it is no causal language model whose layers are known" + (f" ({plan.reason})" if plan.reason else "")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return "its forward takes no position_ids, and would number the positions of each rank from 0"
-    if not mask_functions(model):
-        return "it does not make its attention masks by the functions of transformers.masking_utils"
-    config: Any = model.config
-    if reason := MIXES.get(config.model_type):
-        return reason
-    if getattr(config, "z_loss_coefficient", 0):
-        return "its z_loss is a mean over logits, which a rank would take of its own: set z_loss_coefficient to 0"
-    if counts_positions(model):
-        return "it counts positions from its tokens or its attention mask"
     here = GridPosition(grid, grid.coordinates(0))
-    for block in plan.blocks:
-        attention = model.get_submodule(block.entry)
-        if block.query and (reason := _why_not_attention(attention)):
-            return f"{block.entry}, a {type(attention).__name__}, {reason}"
+    for block in plan.blocks if not (reason := why_rows_stay_whole(model, plan)) else ():
         if block.query and (heads := Heads.divide(block.query, block.kv, here).own_query(here)) % grid.context:
             return f"{heads} of its {block.query} heads are on a rank of (x, y), which context does not divide"
-    return ""
-
-
-def _why_not_attention(attention: nn.Module) -> str:
-    if not finds_attention_function(attention):
-        return "does not take its attention function from ALL_ATTENTION_FUNCTIONS"
-    if numbers_positions(attention):
-        return "numbers positions by itself"
-    for name, child in attention.named_children():
-        if not (is_linear(child) or PER_TOKEN.search(type(child).__name__)):
-            return f"has a part, {name}, that may read along the row"
-    return ""
+    return reason
 
 
 def describe_rows(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
     """Return a line for the report; empty without context."""
     if grid.context == 1:
         return ""
-    along = [name for name in plan.full_sequence if _why_not_attention(model.get_submodule(name))]
+    along = [name for name in plan.full_sequence if why_heads_stay(model.get_submodule(name))]
     attention = sum(1 for block in plan.blocks if block.query) + len(plan.full_sequence) - len(along)
     text = (
         f"positions of rows over {grid.context} ranks of context: {attention} attentions exchange heads for positions"
@@ -114,7 +80,7 @@ def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -
     """
     route = ContextAttention(state)
     for name in (*(block.entry for block in plan.blocks if block.query), *plan.full_sequence):
-        if not _why_not_attention(module := model.get_submodule(name)):
+        if not why_heads_stay(module := model.get_submodule(name)):
             route_attention(module, route)
         else:
             patch_innermost(module, functools.partial(_along_row, state))

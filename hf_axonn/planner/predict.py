@@ -171,8 +171,6 @@ def refusal(job: Job, grid: Grid) -> str:
 
 def why_whole_rows(shape: ModelShape, grid: Grid) -> str:
     """Return why the context of a grid cannot divide the rows of a model, or nothing."""
-    if grid.pipe > 1:
-        return f"context = {grid.context} beside pipe = {grid.pipe} is not there yet: stages hand on whole rows"
     if not shape.divides_rows:
         return f"context is {grid.context}, but it is not known that the rows of this model can be divided"
     every = (block for layer, _ in shape.kinds for block in layer.blocks if block.query)

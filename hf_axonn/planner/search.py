@@ -9,7 +9,8 @@ order of axes that is fastest for them, if it gains GAIN, and are ranked again (
 about). Where settings are free (planner/settings.py), each grid has those that are fastest on it.
 
 Each grid has the size of context that is fastest on it. Larger ones than 1 are tried where whole rows are too few to
-be divided among its ranks, or do not fit with all of the free settings: elsewhere they would only send more.
+be divided among its ranks, or do not fit with all of the free settings (with a pipeline: with none of them): elsewhere
+they would only send more.
 
 Pipelines are ranked by the closed forms of their schedules, and those of the first places are then played. Beside a
 pipeline x * y stays inside a node: tensor parallelism beyond it is slower than more stages (Narayanan et al., arXiv
@@ -122,12 +123,10 @@ def plan(
         pipes: sizes of the axis pipe; None: any.
         contexts: sizes of context, of which each grid has one; None: any.
     Raises:
-        ValueError: gpus is below 1, or neither pipe nor context may be 1.
+        ValueError: gpus is below 1.
     """
     if gpus < 1:
         raise ValueError(f"gpus is {gpus}, but a job needs at least 1.")
-    if 1 not in (pipes or [1]) and 1 not in (contexts or [1]):
-        raise ValueError("grids with both pipe and context are not there yet: plan with one of the two.")
     if pipes is None:
         pipes = [pipe for pipe in divisors(gpus) if pipe <= job.shape.depth]
     jobs = variants(job, free)
@@ -144,7 +143,10 @@ def plan(
             if why := refusal(job, divided):
                 refused.append((divided, why))
             elif divided.pipe > 1:
-                found.append(fastest_pipeline(jobs, divided, order or ORDER, limit=FAR * least))
+                piped = fastest_pipeline(jobs, divided, order or ORDER, limit=FAR * least)
+                found.append(piped)
+                if piped is None or piped.fits or not _weights_fit(piped):
+                    break
             else:
                 prediction, done = _fastest(jobs, divided, order or ORDER)
                 found.append(prediction)
@@ -168,14 +170,17 @@ def plan(
 
 
 def _divisions(grid: Grid, contexts: Collection[int] | None) -> Iterator[Grid]:
-    """Yield a grid with each size of context that its z allows, ascending; with a pipeline 1 alone, if it may be."""
+    """Yield a grid with each size of context that its z allows, ascending."""
     if contexts is None or 1 in contexts:
         yield grid
-        if grid.pipe > 1:
-            return
     for size in divisors(grid.z)[1:]:
         if contexts is None or size in contexts:
             yield replace(grid, context=size)
+
+
+def _weights_fit(entry: Prediction) -> bool:
+    """Return whether weights, gradients and moments alone fit, which no context divides."""
+    return entry.memory.states <= (1 - RESERVE) * entry.job.machine.memory
 
 
 def _by_time_or_memory(entry: Prediction) -> tuple[bool, float]:
@@ -190,7 +195,7 @@ def _fastest(jobs: list[Job], grid: Grid, order: tuple[str, ...]) -> tuple[Predi
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         smallest = predict_candidate(min(candidates, key=lambda candidate: candidate.memory.total), order)
-        return smallest, smallest.memory.states > (1 - RESERVE) * smallest.job.machine.memory
+        return smallest, not _weights_fit(smallest)
     # To compute the same again only takes time, unless it makes for fewer micro-batches.
     slower = {
         (replace(candidate.job, checkpointing=True), candidate.micro_batches)

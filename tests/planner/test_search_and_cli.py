@@ -161,7 +161,6 @@ def test_context_is_where_the_model_allows_it():
     unknown = replace(LONG.shape, divides_rows=False)
     for changes, grid, message in (
         ({}, Grid(z=16, x=4, context=16), "8 query heads of a rank of .x, y. are not divisible by context = 16"),
-        ({}, Grid(pipe=2, z=2, context=2), "context = 2 beside pipe = 2 is not there yet: stages hand on whole rows"),
         ({}, Grid(data=4, z=16, context=4), "8 sequences are not divisible by data . z / context = 16"),
         ({"seq": 8, "sequences": 1}, Grid(z=16, x=2, context=16), "has fewer tokens than x . y = 2"),
         ({"shape": unknown}, Grid(z=16, context=16), "it is not known that the rows of this model can be divided"),
@@ -169,9 +168,6 @@ def test_context_is_where_the_model_allows_it():
         with pytest.raises(ValueError, match=message):
             predict(replace(LONG, **changes), grid)
     assert {entry.grid.context for entry in plan(replace(LONG, shape=unknown), 16).ranked} == {1}
-    piped = plan(replace(LONG, sequences=64, seq=8192, checkpointing=True), 16, pipes=None)
-    assert all(entry.grid.context == 1 for entry in piped.ranked if entry.grid.pipe > 1)
-    assert any(entry.grid.pipe > 1 for entry in piped.ranked)
 
 
 def test_the_command_divides_rows(capsys, tmp_path):
@@ -489,7 +485,6 @@ def test_sizes_that_divide_nothing(axis, capsys):
         (["--gpus", "8", "--fix", "keep_gathered=some"], "keep_gathered is recomputed, none, all, a number."),
         (["--gpus", "8", "--fix", "micro_batches"], "micro_batches is a number."),
         (["--gpus", "8", "--lora", "8", "--pipe", "2"], "--pipe is not planned with --lora"),
-        (["--gpus", "8", "--pipe", "2", "--context", "4"], "grids with both pipe and context are not there yet"),
         (["--gpus", "8", "--context", "some"], "--context is 'some': write sizes such as 1,2,4,8, or any."),
         (["--gpus", "8", "--base", "4bit"], "--base 4bit goes with --lora RANK"),
         (["--gpus", "8", "--attention", "flash9"], "no speed of the attention kernel 'flash9'"),

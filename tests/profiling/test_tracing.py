@@ -8,10 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_axonn.architectures.divided_rows import why_rows_stay_whole
+from hf_axonn.architectures.plan import plan_for
 from hf_axonn.cli.main import main
 from hf_axonn.planner.dense import FAMILIES, shape_from_config
 from hf_axonn.planner.shapes import BlockShape, ExpertsShape, LinearShape, UnshardedModule
-from hf_axonn.profiling.read_shape import build_shape, read_shape
+from hf_axonn.profiling.read_shape import build_shape, read_shape, shape_of
+from tests.helpers.models import tiny_config
 
 
 SIZES = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, vocab_size=131)
@@ -29,6 +32,20 @@ def test_modules_say_what_the_families_say(kind):
     assert sorted(built.weights) == sorted(known.weights) and sorted(built.replicated) == sorted(known.replicated)
     assert (built.tied, built.centered, built.tables) == (known.tied, known.centered, known.tables)
     assert (built.features, built.ends_full, built.loose) == (True, known.ends_full, False)
+
+
+def test_families_divide_rows_where_a_grid_with_context_takes_them():
+    for kind in FAMILIES:
+        config = AutoConfig.for_model(kind)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        known = shape_from_config(config.to_dict())
+        assert known.divides_rows == (not why_rows_stay_whole(model, plan_for(model))), kind
+
+
+@pytest.mark.parametrize(("kind", "divides"), [("mixtral", True), ("qwen3_moe", True), ("opt", False)])
+def test_other_types_divide_rows_where_all_but_attention_works_token_by_token(kind, divides):
+    assert shape_of(tiny_config(kind).to_dict()).divides_rows == divides
 
 
 UNKNOWN = {"ministral": {"head_dim": 8}, "helium": {"head_dim": 8}, "stablelm": {}, "cohere": {}, "glm": {}}

@@ -82,7 +82,7 @@ class Ledger:
             self.entries[key] = Volume(before.calls + calls, before.payload + payload)
 
     def _join_parts(self, axes: Collection[str]) -> Collection[str]:
-        """Name those parts of z z that are all of it."""
+        """Replace parts of z that are all of it by its name."""
         long_parts = {part for part in PARTS_OF_Z if getattr(self.grid, part) > 1}
         return {*axes, "z"} - {*PARTS_OF_Z} if long_parts <= {*axes} else axes
 
