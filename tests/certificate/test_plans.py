@@ -144,6 +144,7 @@ def test_the_largest_smaller_grid():
     assert smaller_grid(Grid(data=4, z=4, x=4), 8) == Grid(data=2, z=2, x=2)
     assert smaller_grid(Grid(pipe=3, x=8), 8) == Grid(pipe=3, x=2)
     assert smaller_grid(Grid(x=5, z=7), 8) == Grid(z=7)
+    assert smaller_grid(Grid(z=16, x=2, context=8), 8) == Grid(z=4, x=2, context=2)
 
 
 def test_arguments_of_the_user_are_kept_or_refused(tmp_path):
