@@ -28,6 +28,7 @@ from hf_axonn.compat.attention import (
     numbers_positions,
     route_attention,
 )
+from hf_axonn.compat.peft import wrapped_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss, text_config
 from hf_axonn.engine.linears import is_linear
 from hf_axonn.engine.rows import Rows
@@ -87,7 +88,9 @@ def _why_not_attention(attention: nn.Module) -> str:
         return "does not take its attention function from ALL_ATTENTION_FUNCTIONS"
     if numbers_positions(attention):
         return "numbers positions by itself"
+    innermost = {wrapper: inner for _, wrapper, inner in wrapped_modules(attention)}  # adapters add to each token
     for name, child in attention.named_children():
+        child = innermost.get(child, child)
         if not (is_linear(child) or PER_TOKEN.search(type(child).__name__)):
             return f"has a part, {name}, that may read along the row"
     return ""
@@ -144,6 +147,8 @@ def _forward(
     rows = _rows_of(state, model, given)
     own = {name: value if name in WHOLE else _take(rows, value) for name, value in given.items()}
     own["position_ids"] = rows.take(rows.position_ids)
+    if keep := given.get("logits_to_keep", 0):
+        own["logits_to_keep"] = rows.last(keep)
     if "use_cache" in names:
         own["use_cache"] = False
     if rows.filled and rows.attention_mask is None:  # for what else reads it, as the auxiliary loss of routers
@@ -151,7 +156,14 @@ def _forward(
     with state.context.with_rows(rows), _masks_of(rows, masks):
         output = original(**own)
     stage = state.context.stage
-    return output if stage is not None and not stage.last else _gather(rows, output)
+    if stage is not None and not stage.last:
+        return output
+    if not keep:
+        return _gather(rows, output)
+    logits, output["logits"] = rows.gather_last(output["logits"], keep), None
+    output = _gather(rows, output)
+    output["logits"] = logits
+    return output
 
 
 def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any]) -> Rows:
@@ -162,10 +174,14 @@ def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any]) ->
     """
     config = text_config(model)
     caches = given.get("use_cache")
+    keep = given.get("logits_to_keep", 0)
+    last = isinstance(keep, int) and given.get("labels") is None and given.get("return_dict") is not False
     unsupported = {
         "past_key_values": given.get("past_key_values") is not None,
         "use_cache=True": bool(caches),
-        "logits_to_keep": not isinstance(given.get("logits_to_keep", 0), int) or given.get("logits_to_keep", 0) != 0,
+        "logits_to_keep with labels, of given places or in a tuple": not (
+            last or (isinstance(keep, int) and not keep)
+        ),
         "output_attentions": bool(given.get("output_attentions", getattr(config, "output_attentions", False))),
     }
     if refused := next((name for name, given_here in unsupported.items() if given_here), None):
