@@ -200,7 +200,9 @@ def read_grid(text: str | None):
     if text is None:
         return AxonnConfig.from_env().grid
     return Grid(
-        **read_settings("--grid", text, dict.fromkeys(("data", "z", "y", "x"), from_zero), "data=1,z=2,y=1,x=2")
+        **read_settings(
+            "--grid", text, dict.fromkeys(("data", "z", "y", "x", "context"), from_zero), "data=1,z=2,y=1,x=2"
+        )
     )
 
 

@@ -22,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl
 
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
+from hf_axonn_eval.extraction.decoding import check_decoding
 from hf_axonn_eval.extraction.extract import extract
 from hf_axonn_eval.extraction.work_split import WorkSplit
 from hf_axonn_eval.metrics.registry import value
@@ -89,9 +90,10 @@ class ExtractionCallback(TrainerCallback):
         """Measure before the first step, if asked.
 
         Raises:
-            ValueError: the grid has stages.
+            ValueError: the grid has stages, or context and `generate` is set.
         """
         WorkSplit.for_model(self.trainer.model)
+        check_decoding(self.trainer.model, generate=self.generate)
         if self.at_start and state.global_step == 0:
             self._log(control)
 

@@ -7,6 +7,7 @@ together, and when some are done others that wait take their places, so that the
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -97,6 +98,23 @@ class Decoder:
                 request.length += 1
                 if request.done:
                     yield request.key, request.tokens
+
+
+def check_decoding(model, **decoding: Any) -> None:
+    """Refuse to decode over a grid with context. No communication.
+
+    Args:
+        decoding: options of `extract` that decode; those that are set are named.
+    Raises:
+        ValueError: one is set, and the positions of a row are divided among ranks.
+    """
+    parallel, given = parallel_state(model), [name for name, value in decoding.items() if value]
+    if given and parallel is not None and parallel.grid.context > 1:
+        raise ValueError(
+            f"{' and '.join(given)} over a grid with context ({parallel.grid}) is not possible: each rank has a part "
+            "of the positions of a row, and decoding needs the keys and values of all. Score only: generate=False "
+            "(--no_generation) without stop_early and near_copies; or load the checkpoint on a grid without context."
+        )
 
 
 @torch.no_grad()

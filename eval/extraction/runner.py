@@ -34,6 +34,10 @@ class Runner(Asker):
 
     def __post_init__(self) -> None:
         self.work_split = WorkSplit.for_model(self.model)
+        options = self.options
+        decoding.check_decoding(
+            self.model, generate=options.generate, stop_early=options.stop_early, near_copies=options.near_copies
+        )
         self.vocabulary = self.model.config.get_text_config().vocab_size
         self.eos = eos_ids(self.model, self.tokenizer)
         self.bound = scoring.near_tie_below(self.model)  # margins below it, in nats, are near ties

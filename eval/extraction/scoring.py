@@ -254,13 +254,26 @@ def document_nll(
             ids = torch.tensor([list(row) + [0] * (width - len(row)) for row in batch], device=device_of(model))
             lengths = torch.tensor([len(row) for row in batch], device=ids.device)
             mask = torch.arange(width, device=ids.device) < lengths[:, None]
-            logits = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1].long(), use_cache=False).logits
-            logprobs, _, _ = score_tokens(logits, ids[:, 1:])
+            total = _total_nll(model, ids, mask)
             if counts:
-                nll -= logprobs.double()[mask[:, 1:]].sum().item()
+                nll += total
                 tokens += int(mask[:, 1:].sum())
     total_nll, total_tokens = work_split.total([nll, tokens])
     return DocumentNLL(total_nll, int(total_tokens))
+
+
+def _total_nll(model, ids: Tensor, mask: Tensor) -> float:
+    """Negative log-likelihood of rows [B, S] that are padded on the right, in nats. One forward pass."""
+    parallel = parallel_state(model)
+    if parallel is not None and parallel.grid.context > 1:  # a rank may have no room for the logits of whole rows
+        loss = core(model).loss_function
+        with loss.alone(), loss.capture() as captured:
+            labels = ids.masked_fill(~mask, -100)
+            model(input_ids=ids, attention_mask=mask.long(), labels=labels, use_cache=False)
+        return torch.cat(captured)[:, 0].double().sum().item()
+    logits = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1].long(), use_cache=False).logits
+    logprobs, _, _ = score_tokens(logits, ids[:, 1:])
+    return -logprobs.double()[mask[:, 1:]].sum().item()
 
 
 def check_fits(model, *, longest: int, largest_id: int) -> None:

@@ -42,7 +42,7 @@ def dispatching_loader(
 
     Args:
         loader: plain; on the other ranks it is not read.
-        mesh: of the grid. It has dp_size = data * z.
+        mesh: of the grid. It has dp_size = data * z / context.
         split_batches: whether a batch of `loader` is divided among the data-parallel ranks, or each of them gets one.
         device: of the batches; None leaves them where they travel, on this rank's own.
         slice_fn: takes (batch, slice, process_index=, num_processes=); accelerate's `slice_tensors` if None.
@@ -53,7 +53,8 @@ def dispatching_loader(
     dp_size = mesh.size(*ROWS)
     if split_batches and (loader.batch_size or 0) % dp_size:
         raise ValueError(
-            f"split_batches with a batch size of {loader.batch_size}: it must be divisible by data * z = {dp_size}."
+            f"split_batches with a batch size of {loader.batch_size}: it must be divisible by data * z / context = "
+            f"{dp_size}."
         )
     return DataLoaderShard(
         DispatchedBatches(loader, mesh, split_batches=split_batches, slice_fn=slice_fn or slice_tensors),
@@ -156,8 +157,8 @@ class DispatchedBatches(IterableDataset):
         missing = -rows % self.dp_size
         if missing and not last:
             raise ValueError(
-                f"a batch of {rows} rows cannot be divided among data * z = {self.dp_size} data-parallel ranks: give "
-                "batches one size, or set dispatch_batches=False."
+                f"a batch of {rows} rows cannot be divided among data * z / context = {self.dp_size} data-parallel "
+                "ranks: give batches one size, or set dispatch_batches=False."
             )
         while missing:
             more = slice_tensors(first, slice(0, missing))

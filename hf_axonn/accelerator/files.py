@@ -139,8 +139,8 @@ class LoadMethods:
         dp_size = self.axonn_plugin.grid.dp_size
         if self.use_stateful_dataloader and state["positions"] != dp_size:
             raise ValueError(
-                f"{directory} was saved with data * z = {state['positions']}, and the places of stateful data loaders "
-                f"are of no use with {dp_size}: use skip_first_batches, or load it on such a grid."
+                f"{directory} was saved with data * z / context = {state['positions']}, and the places of stateful "
+                f"data loaders are of no use with {dp_size}: use skip_first_batches, or load it on such a grid."
             )
         return state
 

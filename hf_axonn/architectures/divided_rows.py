@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_axonn.architectures.plan import PER_TOKEN, ShardingPlan
 from hf_axonn.compat.attention import counts_positions, finds_attention_function, mask_functions, numbers_positions
+from hf_axonn.compat.peft import wrapped_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss
 from hf_axonn.engine.linears import is_linear
 
@@ -51,7 +52,9 @@ def why_heads_stay(attention: nn.Module) -> str:
         return "does not take its attention function from ALL_ATTENTION_FUNCTIONS"
     if numbers_positions(attention):
         return "numbers positions by itself"
+    innermost = {wrapper: inner for _, wrapper, inner in wrapped_modules(attention)}  # adapters add to each token
     for name, child in attention.named_children():
+        child = innermost.get(child, child)
         if not (is_linear(child) or PER_TOKEN.search(type(child).__name__)):
             return f"has a part, {name}, that may read along the row"
     return ""

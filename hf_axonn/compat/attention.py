@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 
@@ -59,6 +60,7 @@ class _Functions:
     def get_interface(self, *args: Any) -> Callable:
         return functools.partial(self._call, self._table.get_interface(*args))
 
+    @torch.compiler.disable  # collectives on both ways, which no graph may hold
     def _call(self, function: Callable, module: nn.Module, *args: Any, **options: Any) -> Any:
         route = self.routes.get(module)
         return function(module, *args, **options) if route is None else route(function, module, *args, **options)

@@ -92,6 +92,14 @@ class GridMesh(GridPosition):
             raise KeyError(f"no group along {axes}; there are {sorted(self._groups)}")
         return self._groups[axes]
 
+    def find_axes(self, group: ProcessGroup) -> tuple[str, ...] | None:
+        """Return the axes along which a group lies, the first of GROUPS where several have the same ranks; None for a
+        group that is not of this mesh. No communication."""
+        if group.group_name == self.reductions.group_name:
+            return ("z",)
+        names = {axes: each.group_name for axes, each in self._groups.items()}
+        return next((axes for axes in GROUPS if names.get(axes) == group.group_name), None)
+
     @property
     def device(self) -> torch.device:
         """The device on which this rank computes."""

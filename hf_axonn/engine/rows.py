@@ -76,6 +76,18 @@ class Rows:
         blocks = gather_replicated(scale_gradient(own.contiguous(), self.parts), self.mesh.group("context"))
         return blocks.movedim(0, 1).flatten(1, 2).narrow(1, 0, self.length)
 
+    def last(self, keep: int) -> int:
+        """Return how many of its last positions each rank computes where only the last `keep` of a row are wanted:
+        those behind the end of the row with them on the last rank, or all where other ranks have some."""
+        return min(keep + self.filled, self.own_length)
+
+    def gather_last(self, own: Tensor, keep: int) -> Tensor:
+        """[B, last(keep), ...] -> the last `keep` positions of whole rows. All-gather over context, as `gather`."""
+        if self.last(keep) == self.own_length:
+            return self.gather(own)[:, -keep:]
+        blocks = gather_replicated(scale_gradient(own.contiguous(), self.parts), self.mesh.group("context"))
+        return blocks[-1, :, :keep]
+
     def join(self, own: Tensor) -> Tensor:
         """[B, L, ...] -> whole rows [B, S, ...], of which each rank of context goes on with its own positions.
         All-gather over context; backward: the reduce-scatter of what each rank has for all positions."""

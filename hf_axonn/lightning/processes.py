@@ -194,7 +194,7 @@ class GridProcesses:
         return reduce_tensor(value, self._group(group), operation)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """[data * z, *shape]: the tensors of the data-parallel ranks; of a single one its own, as Lightning does.
+        """[data * z / context, *shape]: those of the data-parallel ranks; of a single one its own, as Lightning does.
 
         Args:
             tensor: of one shape on all ranks.

@@ -235,8 +235,8 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
         )
         if stateful and grid.dp_size != self.grid.dp_size:
             raise ValueError(
-                f"{path} was saved with data * z = {grid.dp_size}, and the places of stateful data loaders are of no "
-                f"use with {self.grid.dp_size}: resume from one with an ordinary loader, or on such a grid."
+                f"{path} was saved with data * z / context = {grid.dp_size}, and the places of stateful data loaders "
+                f"are of no use with {self.grid.dp_size}: resume from one with an ordinary loader, or on such a grid."
             )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

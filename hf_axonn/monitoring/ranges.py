@@ -22,7 +22,6 @@ from torch.profiler import record_function
 
 from hf_axonn.compat.torch import tensors_in
 from hf_axonn.distributed.collectives import observe, watch_waits
-from hf_axonn.distributed.mesh import GROUPS
 from hf_axonn.engine.state import ParallelState, parallel_state
 
 
@@ -58,13 +57,8 @@ def named_ranges(model: nn.Module) -> Iterator[None]:
 
 def _axes_of(group: ProcessGroup, state: ParallelState | None) -> str:
     """The axes of a process group of the model's grid; world for others."""
-    if state is not None:
-        for axes in GROUPS:
-            if state.mesh.group(*axes).group_name == group.group_name:
-                return ", ".join(axes)
-        if state.mesh.reductions.group_name == group.group_name:
-            return "z"
-    return "world"
+    axes = state.mesh.find_axes(group) if state is not None else None
+    return ", ".join(axes) if axes else "world"
 
 
 def _open(name: str) -> contextlib.ExitStack:

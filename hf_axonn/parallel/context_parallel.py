@@ -22,10 +22,7 @@ from torch import Tensor, nn
 
 from hf_axonn.architectures.divided_rows import why_heads_stay, why_rows_stay_whole
 from hf_axonn.architectures.plan import ShardingPlan
-from hf_axonn.compat.attention import (
-    mask_functions,
-    route_attention,
-)
+from hf_axonn.compat.attention import mask_functions, route_attention
 from hf_axonn.compat.transformers import text_config
 from hf_axonn.engine.rows import Rows
 from hf_axonn.layers.base import patch_forward, patch_innermost, replaced, split_hidden_states
@@ -43,7 +40,7 @@ def check_context(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
     """Refuse a model of which it is not known that its rows can be divided. No communication.
 
     Raises:
-        ValueError: see `_why_not`.
+        ValueError: it is one of those of `why_rows_stay_whole`, or has heads that context does not divide.
     """
     if reason := _why_not(model, plan, grid):
         raise ValueError(
@@ -53,11 +50,13 @@ def check_context(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
 
 
 def _why_not(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
+    if reason := why_rows_stay_whole(model, plan):
+        return reason
     here = GridPosition(grid, grid.coordinates(0))
-    for block in plan.blocks if not (reason := why_rows_stay_whole(model, plan)) else ():
+    for block in plan.blocks:
         if block.query and (heads := Heads.divide(block.query, block.kv, here).own_query(here)) % grid.context:
             return f"{heads} of its {block.query} heads are on a rank of (x, y), which context does not divide"
-    return reason
+    return ""
 
 
 def describe_rows(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
@@ -112,6 +111,8 @@ def _forward(
     rows = _rows_of(state, model, given)
     own = {name: value if name in WHOLE else _take(rows, value) for name, value in given.items()}
     own["position_ids"] = rows.take(rows.position_ids)
+    if keep := given.get("logits_to_keep", 0):
+        own["logits_to_keep"] = rows.last(keep)
     if "use_cache" in names:
         own["use_cache"] = False
     if rows.filled and rows.attention_mask is None:  # for what else reads it, as the auxiliary loss of routers
@@ -119,7 +120,14 @@ def _forward(
     with state.context.with_rows(rows), _masks_of(rows, masks):
         output = original(**own)
     stage = state.context.stage
-    return output if stage is not None and not stage.last else _gather(rows, output)
+    if stage is not None and not stage.last:
+        return output
+    if not keep:
+        return _gather(rows, output)
+    logits, output["logits"] = rows.gather_last(output["logits"], keep), None
+    output = _gather(rows, output)
+    output["logits"] = logits
+    return output
 
 
 def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any]) -> Rows:
@@ -130,10 +138,14 @@ def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any]) ->
     """
     config = text_config(model)
     caches = given.get("use_cache")
+    keep = given.get("logits_to_keep", 0)
+    last = isinstance(keep, int) and given.get("labels") is None and given.get("return_dict") is not False
     unsupported = {
         "past_key_values": given.get("past_key_values") is not None,
         "use_cache=True": bool(caches),
-        "logits_to_keep": not isinstance(given.get("logits_to_keep", 0), int) or given.get("logits_to_keep", 0) != 0,
+        "logits_to_keep with labels, of given places or in a tuple": not (
+            last or (isinstance(keep, int) and not keep)
+        ),
         "output_attentions": bool(given.get("output_attentions", getattr(config, "output_attentions", False))),
     }
     if refused := next((name for name, given_here in unsupported.items() if given_here), None):

@@ -43,9 +43,14 @@ def check_rollouts(trainer: object, grid: Grid) -> None:
     """Refuse completions that come of code that every rank would run for itself. Nothing for other trainers.
 
     Raises:
-        ValueError: the trainer was given tools, environments or a rollout function.
+        ValueError: the trainer was given tools, environments or a rollout function, or the grid has context.
     """
     if any(base.__name__ in TRAINERS for base in type(trainer).__mro__):
+        if grid.context > 1:
+            raise ValueError(
+                f"{type(trainer).__name__} of TRL is not supported over a grid with context ({grid}): it generates, "
+                "and each rank has the keys and values of a part of a row. Use a grid without context."
+            )
         for name in OWN_ROLLOUTS:
             if getattr(trainer, name, None):
                 raise ValueError(

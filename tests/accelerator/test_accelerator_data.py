@@ -13,13 +13,14 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from hf_axonn import AxonnPlugin, Grid
+from hf_axonn.topology.grid import GridPosition
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
 
 
 ROWS = 11
 TWO_RANKS = [Grid(data=2), Grid(z=2)]
-FOUR_RANKS = [Grid(z=2, x=2), Grid(data=2, y=2)]
+FOUR_RANKS = [Grid(z=2, x=2), Grid(data=2, y=2), Grid(z=4, context=2)]
 
 
 class Numbers(IterableDataset):
@@ -174,10 +175,13 @@ def all_operations(grid: Grid | None) -> dict[str, object]:
 def dp_rank_of(accelerator: Accelerator, grid: Grid | None) -> tuple[int, int]:
     """This rank's place among those that have different samples, and their number."""
     if grid is not None:
-        place = grid.coordinates(torch.distributed.get_rank())
-        expected = place["data"] * grid.z + place["z"], grid.dp_size
-        assert (accelerator.process_index, accelerator.num_processes) == expected
+        assert (accelerator.process_index, accelerator.num_processes) == (rows_index(grid), grid.dp_size)
     return accelerator.process_index, accelerator.num_processes
+
+
+def rows_index(grid: Grid) -> int:
+    """This rank's place among those that are given different rows."""
+    return GridPosition(grid, grid.coordinates(torch.distributed.get_rank())).index("data", "rows")
 
 
 def observe(grid: Grid | None, every: bool) -> tuple[dict, dict]:
@@ -186,8 +190,7 @@ def observe(grid: Grid | None, every: bool) -> tuple[dict, dict]:
 
 def _compare(grids: list[Grid], truth: list[tuple[dict, dict]], every: bool) -> None:
     for grid in grids:
-        place = grid.coordinates(torch.distributed.get_rank())
-        batches, operations = truth[place["data"] * grid.z + place["z"]]
+        batches, operations = truth[rows_index(grid)]
         own_batches, own_operations = observe(grid, every)
         assert own_batches.keys() == batches.keys()
         for case, wanted in batches.items():
@@ -224,10 +227,10 @@ def _dispatching() -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError: broken row"):
         list(accelerator.prepare(DataLoader(Broken(), batch_size=1)))
     uneven = new_accelerator(FOUR_RANKS[0], dispatch_batches=True, split_batches=True)
-    with pytest.raises(ValueError, match="batch size of 3: it must be divisible by data . z = 2"):
+    with pytest.raises(ValueError, match="batch size of 3: it must be divisible by data . z / context = 2"):
         uneven.prepare(DataLoader(list(range(6)), batch_size=3))
     sizes = DataLoader(list(range(7)), batch_sampler=[[0, 1], [2, 3, 4], [5, 6]])
-    with pytest.raises(RuntimeError, match="a batch of 5 rows cannot be divided among data . z = 2"):
+    with pytest.raises(RuntimeError, match="a batch of 5 rows cannot be divided among data . z / context = 2"):
         list(new_accelerator(FOUR_RANKS[0], dispatch_batches=True).prepare(sizes))
     stateful = new_accelerator(FOUR_RANKS[0], dispatch_batches=True, use_stateful_dataloader=True)
     with pytest.raises(ValueError, match="use_stateful_dataloader with dispatch_batches"):
@@ -337,5 +340,5 @@ def test_ranks_of_x_and_y_share_what_a_process_gets(grid, every):
 
 
 @pytest.mark.slow  # those of z and x share, too
-def test_ranks_of_x_alone_are_one_process():
-    run_ranks(_compare, 2, [Grid(x=2)], [observe(None, True)], True)
+def test_ranks_of_x_and_of_context_alone_are_one_process():
+    run_ranks(_compare, 2, [Grid(x=2), Grid(z=2, context=2)], [observe(None, True)], True)

@@ -23,7 +23,10 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import collate, token_data
 
 
-GRIDS = {2: [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)], 4: [Grid(z=2, x=2), Grid(data=2, y=2), Grid(y=2, x=2)]}
+GRIDS = {
+    2: [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2), Grid(z=2, context=2)],
+    4: [Grid(z=2, x=2), Grid(data=2, y=2), Grid(y=2, x=2), Grid(z=4, context=2), Grid(z=2, x=2, context=2)],
+}
 ROWS = 16
 
 
@@ -235,6 +238,7 @@ def _bare(truths: dict[str, dict[str, torch.Tensor]]) -> None:
     some = {
         Grid(x=2): ("plain", "reentrant", "penalty"),
         Grid(z=2): ("plain", "logits", "accumulated"),
+        Grid(z=2, context=2): MODES[:-1],
         Grid(z=2, x=2): MODES,
     }
     for grid in GRIDS[torch.distributed.get_world_size()]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hf_axonn.compat.torch import bind_world, fake_world, high_priority
 from hf_axonn.distributed import mesh
 from hf_axonn.topology.grid import Grid
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.fixture
@@ -120,3 +121,17 @@ def test_groups_of_a_label_are_split_by_their_least_rank(monkeypatch):
     first = [("axonn_data:0:0", 1), ("axonn_z:0:0", 1), ("axonn_x:0:0", 1), ("axonn_y:0:0", 1), ("axonn_x_y:0:0", 1)]
     assert found == [*first, *((name.replace(":0:", ":1:"), color) for name, color in first)]
     assert dist.distributed_c10d._process_group_color([3, 4]) != 4, "torch's own is back"
+
+
+def _axes_of_groups() -> list:
+    found = []
+    for grid in (Grid(z=4, context=2), Grid(z=2, x=2)):
+        made = mesh.GridMesh(grid, "cpu")
+        groups = [("context",), ("data", "rows"), ("z",)] if grid.context > 1 else [("z",), ("x",)]
+        found += [made.find_axes(made.group(*axes)) for axes in groups]
+    return found
+
+
+def test_a_group_is_found_by_its_axes():
+    for found in run_ranks(_axes_of_groups, 4):
+        assert found == [("context",), ("data", "rows"), ("z",), ("z",), ("x",)]

@@ -1,6 +1,8 @@
 """Every strategy on four ranks: each number that a run logs is that of one process, in one launch for all of them."""
 
+import itertools
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from tests.helpers.training import make_trainer, train, worst_difference
 
 BRIEF = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
 # z and data cut the batch; x and y, alone in test_fuzz_goldfish.py, share it. The quick grid has one of each.
-GRIDS = [Grid(z=2, y=2), Grid(data=2, z=2)]
+GRIDS = [Grid(z=2, y=2), Grid(data=2, z=2), Grid(z=4, context=2)]
 
 
 def write_table(path: Path, seed: int) -> None:
@@ -48,7 +50,7 @@ def differences(folder: Path, grid: Grid, asked: list[dict], truth: list[list[di
 
 
 @pytest.mark.parametrize(
-    ("grid", "steps"), [(GRIDS[0], 1), pytest.param(GRIDS[1], 2, marks=pytest.mark.slow)], ids=str
+    ("grid", "steps"), [(GRIDS[0], 1), *(pytest.param(grid, 2, marks=pytest.mark.slow) for grid in GRIDS[1:])], ids=str
 )
 def test_each_strategy_equals_one_process(tmp_path, grid, steps):
     asked = settings(tmp_path, steps)
@@ -60,6 +62,45 @@ def test_each_strategy_equals_one_process(tmp_path, grid, steps):
     for found in run_ranks(differences, 4, tmp_path, grid, asked, truth):
         wrong = {name: value for name, value in found.items() if not value < 1e-9}
         assert not wrong
+
+
+def packed_rows() -> dict[str, torch.Tensor]:
+    """Two rows of 21 tokens; documents end before, at and behind position 11, where context 2 cuts them."""
+    ids = torch.randint(3, 131, (2, 21), generator=torch.Generator().manual_seed(7))
+    ids[:, 12:18] = ids[:, 2:8]  # the same tokens are dropped alike, on either side
+    lengths = ((4, 7, 10), (9, 3, 9))
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+
+
+def kept_targets(folder: Path, grid: Grid | None) -> dict[str, torch.Tensor]:
+    """By strategy and width what the loss is given [2, 21]: on a grid joined of what each rank of context takes."""
+    trainer = make_trainer(folder / "run", grid, kind="llama", **BRIEF)
+    loss, found = trainer._token_loss(), {}
+    name = "weighted_nll" if grid is None else "_own_nll"
+    for strategy, width in itertools.product(STRATEGIES, (1, 3, 13)):
+        trainer.args.goldfish_strategy, trainer.args.goldfish_context_width = strategy, width
+        batch = trainer._mask_batch(0, packed_rows())
+        with mock.patch.object(loss, name, wraps=getattr(loss, name)) as called:
+            trainer.compute_loss(trainer.model, batch)
+        _, targets, weights = called.call_args.args
+        kept = targets.masked_fill(weights == 0, -100).view(2, -1)
+        found[f"{strategy} {width}"] = kept if grid is None else join_positions(kept, 21)
+    return found
+
+
+def join_positions(own: torch.Tensor, length: int) -> torch.Tensor:
+    parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(parts, own.contiguous())
+    assert (torch.cat(parts, dim=1)[:, length:] == -100).all(), "what fills rows up counts nowhere"
+    return torch.cat(parts, dim=1)[:, :length]
+
+
+def test_masks_are_of_whole_rows_bit_by_bit(tmp_path):
+    truth = kept_targets(tmp_path, None)
+    assert len({str(targets.tolist()) for targets in truth.values()}) > len(STRATEGIES)
+    for found in run_ranks(kept_targets, 2, tmp_path, Grid(z=2, context=2)):
+        assert [name for name, targets in truth.items() if not torch.equal(found[name], targets)] == []
 
 
 def _with_a_table_of_its_own(folder: Path, same: bool) -> str:

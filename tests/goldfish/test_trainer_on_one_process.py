@@ -29,7 +29,7 @@ from hf_axonn.goldfish.mask import goldfish_mask
 from hf_axonn.goldfish.table import TABLE_SIZE, save_table, table_sha256
 from hf_axonn.goldfish.trainer import UNMASKED_LABELS, GoldfishConfig, GoldfishMixin, GoldfishTrainer
 from hf_axonn.losses.causal_lm import CausalLMLoss
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import Grid, GridPosition
 from tests.helpers.ranks import run_ranks
 
 
@@ -232,12 +232,14 @@ def test_random_masks_do_not_depend_on_how_a_step_is_cut_and_change_with_steps_a
 
 
 def test_place_in_the_step_on_a_grid(tmp_path, monkeypatch):
-    """Ranks that share samples (x, y) draw the same masks; others go on counting where their neighbour stops."""
+    """Ranks that share samples draw the same masks; others go on counting where their neighbour stops."""
     trainer = trainer_for(config(tmp_path))
-    position = SimpleNamespace(grid=Grid(data=2, z=3, x=2), coordinates={"data": 1, "z": 1, "x": 1, "y": 0})
-    monkeypatch.setattr("hf_axonn.goldfish.trainer.parallel_state", lambda model: position)
-    assert trainer._sample_ids(0, 2).tolist() == [8, 9]
-    assert trainer._sample_ids(2, 2).tolist() == [32, 33]
+    for grid, z in ((Grid(data=2, z=3, x=2), 1), (Grid(data=2, z=6, context=2), 2), (Grid(data=2, z=6, context=2), 3)):
+        mesh = GridPosition(grid, {"data": 1, "z": z, "x": grid.x - 1, "y": 0})
+        state = SimpleNamespace(grid=grid, mesh=mesh)
+        monkeypatch.setattr("hf_axonn.goldfish.trainer.parallel_state", lambda model, state=state: state)
+        assert trainer._sample_ids(0, 2).tolist() == [8, 9]
+        assert trainer._sample_ids(2, 2).tolist() == [32, 33]
 
 
 @pytest.mark.parametrize("strategy", HASHES)

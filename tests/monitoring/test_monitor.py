@@ -227,8 +227,7 @@ def test_a_loop_of_accelerate_counts_as_one_process_does(tmp_path):
 
 
 def _loops(folder: Path, truth: list[dict[str, float]]) -> None:
-    for grid in (Grid(data=2), Grid(x=2)):
-        name = "data=2" if grid.data > 1 else "x=2"
+    for name, grid in {"data=2": Grid(data=2), "x=2": Grid(x=2), "context=2": Grid(z=2, context=2)}.items():
         found = loop(folder / name, grid)
         for log, expected in zip(by_seconds(found), by_seconds(truth), strict=True):
             assert log.pop("tokens_per_second_per_device") == expected["tokens_per_second"] / 2

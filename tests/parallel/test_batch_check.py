@@ -124,6 +124,17 @@ def test_what_is_found_at_the_first_step():
     assert "position_ids is missing on rank 0" in found["keys"]
 
 
+def _rows_of_one_context_group() -> str:
+    model, _ = hf_axonn.parallelize(tiny_model("llama"), Grid(z=2, context=2))
+    return refused(lambda: model.train()(**tiny_batch(2, 8, seed=3 + dist.get_rank())))
+
+
+def test_ranks_of_context_are_given_the_same_rows():
+    for text in run_ranks(_rows_of_one_context_group, 2):
+        assert text.startswith("ranks that share samples (data=0, rows=0) were not given the same")
+        assert "input_ids is [2, 8] int64" in text and "Feed ranks by their (data, rows)" in text
+
+
 def _different_samples() -> None:
     """Ranks of data and z have their own samples, of any length, and their own random state."""
     me = dist.get_rank()

@@ -115,7 +115,7 @@ def test_options_that_regions_cannot_have():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", [Grid(y=2), Grid(z=2), Grid(z=2, x=2)], ids=["y", "z", "zx"])
+@pytest.mark.parametrize("grid", [Grid(y=2), Grid(z=2), Grid(z=2, x=2), Grid(z=2, context=2)], ids=str)
 def test_grids(grid):
     run_ranks(_kinds, grid.size, grid, timeout=900)
 
@@ -123,6 +123,9 @@ def test_grids(grid):
 def _kinds(grid: Grid) -> None:
     for kind in ("llama", "gpt2", "gemma"):
         assert_equal_to_eager(grid, kind)
+    if grid.context > 1:
+        assert_equal_to_eager(grid, "llama", lora=True)
+        assert_equal_to_eager(grid, "llama", options={"use_cache": False}, checkpoint=False)
 
 
 @pytest.mark.slow

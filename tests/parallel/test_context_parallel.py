@@ -66,7 +66,7 @@ FAMILIES = [
     of_model("deepseek_v3", moe),  # values narrower than keys, one latent for all heads
 ]
 # What a grid with context refuses, and a head count that 2 does not divide.
-NOT_HERE = ("logits_to_keep", "attention weights", "smollm2")
+NOT_HERE = ("attention weights", "smollm2")
 HERE = [case for case in SITUATIONS if not any(word in case.name for word in NOT_HERE)]
 QUICK = {
     "num_items_in_batch",
@@ -115,7 +115,7 @@ def refusals():
     batch = {"input_ids": tiny_batch(2, 9)["input_ids"]}
     calls = {
         "use_cache=True": dict(use_cache=True),
-        "logits_to_keep": dict(logits_to_keep=1),
+        "logits_to_keep": dict(logits_to_keep=torch.tensor([1])),
         "output_attentions": dict(output_attentions=True),
         "position_ids are": dict(position_ids=torch.zeros(2, 4, dtype=torch.long)),
     }

@@ -70,6 +70,7 @@ QUICK = {
     Grid(x=2): ("a reference model", "GRPO, adapters, twice"),
     Grid(z=2): ("experts with auxiliary loss", "rewards", "GRPO", "RLOO, adapters, a model's rewards"),
     Grid(data=2): ("precomputed", "KTO"),
+    Grid(z=2, context=2): ("a reference model",),
 }
 TWICE = "GRPO, adapters, twice"  # what is in a micro-batch depends on the data-parallel ranks, also in TRL
 KL = ("KTO", "KTO, adapters", "KTO, precomputed")  # TRL pairs prompts and answers within the batch of a process
@@ -138,6 +139,12 @@ def check(folder: Path, truths: Callable, pairs: list[tuple[Grid, str]]) -> None
 
 def test_two_ranks_equal_one_process(folder, truths):
     check(folder, truths, [(grid, case) for grid, cases in QUICK.items() for case in cases])
+
+
+@pytest.mark.slow
+def test_rows_that_are_cut_equal_one_process(folder, truths):
+    cases = [case for case, options in CASES.items() if options["make"] in (make_dpo, make_kto)]
+    check(folder, truths, [(Grid(z=2, context=2), case) for case in cases])
 
 
 @pytest.mark.slow

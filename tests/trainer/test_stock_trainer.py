@@ -334,11 +334,13 @@ def assert_as_one_process(folder: Path, truth: dict, cases: dict[Grid, list[str]
 @pytest.mark.slow
 def test_what_every_run_does_on_the_other_grids_of_two_ranks(folder, truth):
     others = {Grid(data=2): ["smoothed", "adafactor"], Grid(y=2): ["everything"]}
-    assert_as_one_process(folder, truth, others | {Grid(x=2): list(COMMON), Grid(z=2): list(COMMON)})
+    each = dict.fromkeys((Grid(x=2), Grid(z=2), Grid(z=2, context=2)), list(COMMON))
+    assert_as_one_process(folder, truth, others | each)
 
 
 def test_what_every_run_does_on_grids_of_two_ranks(folder, truth):
-    assert_as_one_process(folder, truth, {Grid(data=2): ["everything"], Grid(y=2): ["smoothed", "adafactor"]})
+    cases = {Grid(data=2): ["everything"], Grid(y=2): ["smoothed", "adafactor"], Grid(z=2, context=2): ["smoothed"]}
+    assert_as_one_process(folder, truth, cases)
     history = truth["everything"]["history"]
     assert truth["everything"]["best"] == 3 and truth["everything"]["kept"] == ["checkpoint-3"]
     assert [entry["num_input_tokens_seen"] for entry in history if "loss" in entry][0] > 100
@@ -410,6 +412,8 @@ def refused(folder: Path) -> str:
         stock_trainer(folder / "refused", Grid(x=2), enable_jit_checkpoint=True)
     with pytest.raises(ValueError, match="optim=galore_adamw is not supported over a grid") as problem:
         stock_trainer(folder / "refused", Grid(x=2), optim="galore_adamw", optim_target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="neftune_noise_alpha with context is not supported over a grid"):
+        stock_trainer(folder / "refused", Grid(z=2, context=2), neftune_noise_alpha=5.0)
     return str(problem.value)
 
 

@@ -21,8 +21,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer, numbers, worst_difference
 
 
-GRIDS = [Grid(z=2, x=2), Grid(data=2, y=2)]
-MORE = [Grid(y=2, x=2), Grid(data=2, z=2), Grid(x=4)]
+GRIDS = [Grid(z=2, x=2), Grid(z=4, context=2), Grid(data=2, y=2)]
+MORE = [Grid(y=2, x=2), Grid(data=2, z=2), Grid(x=4), Grid(z=2, x=2, context=2)]
 # The truth and the grids sum in different orders; four AdamW steps carry 1e-16 to well below this.
 TOLERANCE = 1e-9
 SHORT = dict(max_steps=4, save_steps=2, eval_steps=2)
@@ -73,11 +73,21 @@ def test_a_broken_run_resumes_on_another_grid(runs, truth):
 
 def _resume_all(folder: Path, plain: Path, truth: list[dict]) -> None:
     for index, grid in enumerate(GRIDS):
-        # The second goes on with what one process saved.
+        # The second, with context, goes on with what one process saved, and the first with what it saved.
         other = plain if index == 1 else folder / str((index + 1) % len(GRIDS)) / "checkpoint-2"
         history = train(folder / f"resumed-{index}", grid, resume=other)
         # The last entry of a run sums up its own steps only.
         assert worst_difference(history[:-1], truth[:-1]) < TOLERANCE, (grid, history)
+
+
+@pytest.mark.slow
+def test_a_broken_run_resumes_with_another_context(runs, truth):
+    run_ranks(_resume, 4, runs, Grid(z=4, context=4), runs / "1" / "checkpoint-2", truth[1])
+
+
+def _resume(folder: Path, grid: Grid, source: Path, truth: list[dict]) -> None:
+    history = train(folder / "another context", grid, resume=source)
+    assert worst_difference(history[:-1], truth[:-1]) < TOLERANCE, (grid, history)
 
 
 def test_a_run_of_a_grid_resumes_on_one_process(runs, truth, tmp_path):
@@ -164,7 +174,7 @@ def test_an_evaluation_gathers_logits_only_for_who_wants_them(tmp_path):
 
 
 def _evaluated(folder: Path, truth: tuple[float, torch.Tensor]) -> None:
-    for grid in (Grid(x=2), Grid(y=2)):
+    for grid in (Grid(x=2), Grid(y=2), Grid(z=2, context=2)):
         trainer = make_trainer(folder / str(grid), grid)
         with mock.patch.object(Head, "full_logits", autospec=True, side_effect=Head.full_logits) as gathered:
             loss = trainer.evaluate()["eval_loss"]
@@ -177,7 +187,11 @@ def _evaluated(folder: Path, truth: tuple[float, torch.Tensor]) -> None:
         torch.testing.assert_close(torch.from_numpy(predicted.predictions), truth[1], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("grid", [Grid(z=2, x=2), pytest.param(Grid(y=2, x=2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "grid",
+    [Grid(z=2, x=2), *(pytest.param(grid, marks=pytest.mark.slow) for grid in (Grid(y=2, x=2), Grid(z=4, context=2)))],
+    ids=str,
+)
 def test_bf16_autocast_is_close_to_one_process(tmp_path, grid):
     """bf16 has 8 bits: products of one process and of a grid differ by rounding, a few parts in 1e3."""
     options = dict(bf16=True, max_steps=2, eval_strategy="no", save_strategy="no")

@@ -159,6 +159,16 @@ def test_every_mode_equals_one_process(tmp_path, truths, grids):
     check(tmp_path, truths, [(grids[index % len(grids)], case) for index, case in enumerate(REST)])
 
 
+def test_documents_of_rows_that_are_cut_equal_one_process(tmp_path, truths):
+    check(tmp_path, truths, [(Grid(z=2, context=2), "padding-free goldfish")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [Grid(z=2, context=2), Grid(z=4, context=2), Grid(z=2, x=2, context=2)], ids=str)
+def test_every_mode_over_context_equals_one_process(tmp_path, truths, grid):
+    check(tmp_path, truths, [(grid, case) for case in CASES])
+
+
 def _no_head_travels(folder: Path) -> None:
     largest = {"whole": 0}
     vocabulary = 4001
@@ -334,6 +344,10 @@ def _refused(folder: Path) -> None:
     rollouts.tools = [print]
     with pytest.raises(ValueError, match="tools of GRPOTrainer is not supported over a grid"):
         check_trainer(rollouts, grid)
+    for trainer in (trl.GRPOTrainer, trl.RLOOTrainer):
+        message = f"{trainer.__name__} of TRL is not supported over a grid with context .*: it generates"
+        with pytest.raises(ValueError, match=message):
+            check_trainer(object.__new__(trainer), Grid(z=2, context=2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trl.__version__", "1.0.0")
         with pytest.raises(ValueError, match="trl 1.0.0 is installed, proven is "):

@@ -141,7 +141,7 @@ def keeping(grid, **options):
 
 
 def _every(cases):
-    return compare(cases, all_grids(4)) | _after(cases[:3], GRIDS)
+    return compare(cases, [*all_grids(4), Grid(z=4, context=2)]) | _after(cases[:3], GRIDS)
 
 
 @pytest.mark.slow

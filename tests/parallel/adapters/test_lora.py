@@ -71,6 +71,26 @@ SITUATIONS = [
 ]
 
 
+# Quick over context; the others with heads that 2 divides are slow.
+OF_CUT_ROWS = {"six heads, DoRA", "dropout", "the head too", "norms saved whole", "reentrant checkpointing"}
+
+
+def _of_cut_rows(cases, after):
+    for each, _ in cases:
+        each.after = after
+    return compare(cases, [Grid(z=2, context=2)])
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
+def test_adapters_of_rows_that_are_cut(every):
+    cases = [case for case in SITUATIONS if case.name in OF_CUT_ROWS or every and "block plan" not in case.name]
+    cases = [(case, case.truth()) for case in cases if "tied" not in case.name]  # smollm2 has 9 heads
+    assert len(cases) >= len(OF_CUT_ROWS)
+    for after in (False, True) if every else (False,):
+        for table in run_ranks(_of_cut_rows, 2, cases, after, timeout=500):
+            assert not too_large(table, 1e-10)
+
+
 # Two of the others together, or another kind of one of them; they run on all grids with the slow test.
 MORE = {
     "biases and DoRA",
