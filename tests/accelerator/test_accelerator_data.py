@@ -340,5 +340,5 @@ def test_ranks_of_x_and_y_share_what_a_process_gets(grid, every):
 
 
 @pytest.mark.slow  # those of z and x share, too
-def test_ranks_of_x_and_of_context_alone_are_one_process():
+def test_ranks_of_x_alone_are_one_process():
     run_ranks(_compare, 2, [Grid(x=2), Grid(z=2, context=2)], [observe(None, True)], True)

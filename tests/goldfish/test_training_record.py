@@ -204,7 +204,7 @@ def test_a_model_card_has_it_and_a_model_that_is_trained_on_keeps_the_earlier_on
 
 
 def _on_a_grid(folder: Path) -> None:
-    for name, grid in (("z", Grid(z=2)), ("y", Grid(y=2)), ("pipe", Grid(pipe=2))):
+    for name, grid in (("z", Grid(z=2)), ("y", Grid(y=2)), ("pipe", Grid(pipe=2)), ("context", Grid(z=2, context=2))):
         trainer = make_trainer(folder / name, grid, kind="llama", max_steps=2, save_steps=2, eval_strategy="no")
         trainer.train()
         trainer.save_model()
@@ -215,7 +215,7 @@ def test_on_a_grid_it_is_under_the_manifest_and_survives_export_and_another_grid
     alone.train()
     truth = read_record(tmp_path / "alone" / "checkpoint-2")
     run_ranks(_on_a_grid, 2, tmp_path)
-    for name in ("z", "y", "pipe"):
+    for name in ("z", "y", "pipe", "context"):
         for folder in (tmp_path / name, tmp_path / name / "checkpoint-2"):
             assert RECORD in check_complete(folder).files
             assert counts(read_record(folder)) == counts(truth), name
