@@ -137,15 +137,12 @@ def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any]) ->
         ValueError: it asks for something that is not there for divided rows.
     """
     config = text_config(model)
-    caches = given.get("use_cache")
     keep = given.get("logits_to_keep", 0)
-    last = isinstance(keep, int) and given.get("labels") is None and given.get("return_dict") is not False
+    alone = given.get("labels") is None and given.get("return_dict") is not False
     unsupported = {
         "past_key_values": given.get("past_key_values") is not None,
-        "use_cache=True": bool(caches),
-        "logits_to_keep with labels, of given places or in a tuple": not (
-            last or (isinstance(keep, int) and not keep)
-        ),
+        "use_cache=True": bool(given.get("use_cache")),
+        "logits_to_keep with labels, of given places or in a tuple": not isinstance(keep, int) or (keep and not alone),
         "output_attentions": bool(given.get("output_attentions", getattr(config, "output_attentions", False))),
     }
     if refused := next((name for name, given_here in unsupported.items() if given_here), None):
@@ -162,12 +159,16 @@ def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any]) ->
         positions = torch.arange(length, device=tokens.device).unsqueeze(0)
     elif positions.dim() != 2 or positions.shape[1] != length:
         raise ValueError(f"position_ids are {list(positions.shape)}, but of rows of {length} they are [B, {length}].")
-    if caches is None:
-        caches = getattr(config, "use_cache", False)
-        caches = caches and not any(
-            module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
-        )
-    return Rows(state.mesh, batch, length, positions, mask, documents=not caches)
+    return Rows(state.mesh, batch, length, positions, mask, documents=_separates(model, given))
+
+
+def _separates(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Return whether the model's own masks would part documents by the positions of a call: not with a cache."""
+    if given.get("position_ids") is None or given.get("attention_mask") is not None:
+        return False
+    if given.get("use_cache") is not None or not getattr(text_config(model), "use_cache", False):
+        return True  # use_cache=True has been refused
+    return any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def _take(rows: Rows, value: Any) -> Any:
