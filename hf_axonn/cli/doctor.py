@@ -27,7 +27,7 @@ from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.stages import divide_model, memory_of_rank
 from hf_axonn.planner.step import Step
 from hf_axonn.profiling.read_shape import shape_of
-from hf_axonn.topology.grid import Grid, ceil_div
+from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
 
 
@@ -274,9 +274,8 @@ def _examine_report(report, matrices: set[str], findings: Findings) -> None:
 def _examine_shards(model, grid: Grid, findings: Findings) -> int:
     """Elements on rank 0, which has the longest shards; and what the last rank of x, y and z has of each weight."""
     from hf_axonn.engine.dtensors import local, local_slices
-    from hf_axonn.topology.grid import GridPosition
 
-    last = GridPosition(grid, grid.coordinates(grid.size - 1))
+    last = grid.place(grid.size - 1)
     elements, share = 0, 0.0
     empty: list[str] = []
     for name, parameter in model.named_parameters():
@@ -302,7 +301,7 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
 
 
 def _examine_batch(grid: Grid, options: argparse.Namespace, findings: Findings) -> None:
-    positions, parts = ceil_div(options.seq, grid.context), grid.x * grid.y
+    positions, parts = grid.positions(options.seq), grid.x * grid.y
     tokens, rows = options.batch * positions, options.batch * grid.dp_size * options.accumulation
     findings.facts.append(
         f"batch: {rows:,} rows and {rows * options.seq:,} tokens a step = {options.batch} rows * "

@@ -20,17 +20,19 @@ def _forward_of(module: nn.Module) -> Any:
     return inspect.unwrap(type(module).forward)
 
 
+def _names_in(module: nn.Module) -> tuple[str, ...]:
+    """Names that the code of a module's forward reads: globals, attributes and methods."""
+    return getattr(getattr(_forward_of(module), "__code__", None), "co_names", ())
+
+
 def finds_attention_function(module: nn.Module) -> bool:
     """Return whether a module's forward finds its attention function by name, among those of Transformers."""
-    forward = _forward_of(module)
-    return (
-        ATTENTION in getattr(getattr(forward, "__code__", None), "co_names", ()) and ATTENTION in forward.__globals__
-    )
+    return ATTENTION in _names_in(module) and ATTENTION in _forward_of(module).__globals__
 
 
 def numbers_positions(module: nn.Module) -> bool:
     """Return whether a module's forward numbers the positions that it is given by itself, from 0 on."""
-    return "arange" in getattr(getattr(_forward_of(module), "__code__", None), "co_names", ())
+    return "arange" in _names_in(module)
 
 
 def route_attention(module: nn.Module, route: Route) -> None:
@@ -96,7 +98,7 @@ def counts_positions(model: nn.Module) -> bool:
 
     counting = {"create_position_ids_from_input_ids", "cumsum"}
     return any(
-        not counting.isdisjoint(getattr(getattr(_forward_of(module), "__code__", None), "co_names", ()))
+        not counting.isdisjoint(_names_in(module))
         for module in model.modules()
         if isinstance(module, PreTrainedModel) or "Embedding" in type(module).__name__
     )

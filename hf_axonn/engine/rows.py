@@ -19,7 +19,6 @@ from torch import Tensor
 from hf_axonn.distributed.collectives import all_gather, all_reduce, gather_replicated
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import scale_gradient
-from hf_axonn.topology.grid import ceil_div
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Rows:
     @property
     def own_length(self) -> int:
         """L, positions of each rank."""
-        return ceil_div(self.length, self.parts)
+        return self.mesh.grid.positions(self.length)
 
     @property
     def filled(self) -> int:
@@ -73,8 +72,7 @@ class Rows:
 
         Backward: this rank's positions of the gradient, times context.
         """
-        blocks = gather_replicated(scale_gradient(own.contiguous(), self.parts), self.mesh.group("context"))
-        return blocks.movedim(0, 1).flatten(1, 2).narrow(1, 0, self.length)
+        return self._in_rows(self._blocks(own))
 
     def last(self, keep: int) -> int:
         """Return how many of its last positions each rank computes where only the last `keep` of a row are wanted:
@@ -85,16 +83,22 @@ class Rows:
         """[B, last(keep), ...] -> the last `keep` positions of whole rows. All-gather over context, as `gather`."""
         if self.last(keep) == self.own_length:
             return self.gather(own)[:, -keep:]
-        blocks = gather_replicated(scale_gradient(own.contiguous(), self.parts), self.mesh.group("context"))
-        return blocks[-1, :, :keep]
+        return self._blocks(own)[-1, :, :keep]
 
     def join(self, own: Tensor) -> Tensor:
         """[B, L, ...] -> whole rows [B, S, ...], of which each rank of context goes on with its own positions.
         All-gather over context; backward: the reduce-scatter of what each rank has for all positions."""
-        blocks = all_gather(own.contiguous(), self.mesh.group("context"))
-        return blocks.movedim(0, 1).flatten(1, 2).narrow(1, 0, self.length)
+        return self._in_rows(all_gather(own.contiguous(), self.mesh.group("context")))
 
     def sum(self, own: Tensor) -> Tensor:
         """Sum of what each rank has computed of its own positions. All-reduce over context; backward: times
         context."""
         return all_reduce(scale_gradient(own, self.parts), self.mesh.group("context"))
+
+    def _blocks(self, own: Tensor) -> Tensor:
+        """[B, L, ...] -> [context, B, L, ...], which all ranks use alike; all-gather, backward as `gather`."""
+        return gather_replicated(scale_gradient(own.contiguous(), self.parts), self.mesh.group("context"))
+
+    def _in_rows(self, blocks: Tensor) -> Tensor:
+        """[context, B, L, ...] -> whole rows [B, S, ...]. No communication."""
+        return blocks.movedim(0, 1).flatten(1, 2).narrow(1, 0, self.length)

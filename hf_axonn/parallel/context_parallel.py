@@ -28,7 +28,7 @@ from hf_axonn.engine.rows import Rows
 from hf_axonn.layers.base import patch_forward, patch_innermost, replaced, split_hidden_states
 from hf_axonn.layers.context_attention import ContextAttention
 from hf_axonn.parallel.sharded_model import ShardedModel
-from hf_axonn.topology.grid import Grid, GridPosition
+from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.heads import Heads
 
 
@@ -52,7 +52,7 @@ def check_context(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
 def _why_not(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
     if reason := why_rows_stay_whole(model, plan):
         return reason
-    here = GridPosition(grid, grid.coordinates(0))
+    here = grid.place(0)
     for block in plan.blocks:
         if block.query and (heads := Heads.divide(block.query, block.kv, here).own_query(here)) % grid.context:
             return f"{heads} of its {block.query} heads are on a rank of (x, y), which context does not divide"

@@ -16,7 +16,7 @@ from functools import cached_property
 from math import lcm, prod
 from typing import NamedTuple
 
-from hf_axonn.topology.grid import Grid, GridPosition
+from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.heads import Heads
 from hf_axonn.topology.local_slices import slices_at
 from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
@@ -410,7 +410,7 @@ def own_heads(block: BlockShape, grid: Grid) -> int:
 def context_features(block: BlockShape, grid: Grid) -> tuple[int, int]:
     """Features of a token on one rank that attention exchanges over context: queries, keys and values together, kv
     heads repeated until context divides them; and its output."""
-    here = GridPosition(grid, grid.coordinates(0))
+    here = grid.place(0)
     heads = Heads.divide(block.query, block.kv, here)
     query, kv = heads.own_query(here), lcm(heads.own_kv(here), grid.context)
     width, of_value = block.query_features // block.query, block.value_features // block.query

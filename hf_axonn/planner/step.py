@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from hf_axonn.topology.grid import Grid, ceil_div
+from hf_axonn.topology.grid import Grid
 
 
 BLOCK = 64  # numbers of 4 bits that share a scale
@@ -60,7 +60,7 @@ class StepSettings:
 
     def positions(self, grid: Grid) -> int:
         """Positions of a sample on one rank, of the last one those that fill it up included."""
-        return ceil_div(self.seq, grid.context)
+        return grid.positions(self.seq)
 
     @property
     def block_bytes(self) -> int:
@@ -97,7 +97,7 @@ class Step(StepSettings):
 
     def tokens(self, grid: Grid) -> int:
         """Tokens of a micro-batch at one (data, z) position."""
-        return self.rows * -(-self.seq // grid.context)
+        return self.rows * self.positions(grid)
 
     def padded_tokens(self, grid: Grid) -> int:
         """Tokens after padding to a multiple of x * y."""

@@ -134,13 +134,21 @@ class Grid:
             rank, coordinates[axis] = divmod(rank, getattr(self, axis))
         return {axis: coordinates[axis] for axis in AXES}
 
+    def place(self, rank: int) -> GridPosition:
+        """Return where `rank` stands, also on the parts of z."""
+        return GridPosition(self, self.coordinates(rank))
+
+    def positions(self, length: int) -> int:
+        """Positions of a row of `length` that each rank of context holds, those that fill it up included."""
+        return ceil_div(length, self.context)
+
     def rank(self, *, data: int = 0, pipe: int = 0, z: int = 0, y: int = 0, x: int = 0) -> int:
         """The rank at a position; the inverse of `coordinates`."""
         return (((data * self.pipe + pipe) * self.z + z) * self.x + x) * self.y + y
 
     def ranks_along(self, axes: tuple[str, ...], rank: int) -> list[int]:
         """Ranks that share every coordinate with `rank` except those of `axes`, in ascending order."""
-        here = GridPosition(self, self.coordinates(rank))
+        here = self.place(rank)
         free = {*axes, *PARTS_OF_Z} if "z" in axes else {*axes}
         finest = ("data", "pipe", *PARTS_OF_Z, "x", "y")
         spans = [range(getattr(self, axis)) if axis in free else (here.index(axis),) for axis in finest]

@@ -27,7 +27,6 @@ from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.topology.grid import GridPosition
 from hf_axonn.trainer import accumulation, hub, liger, resume, rollouts, saving, smoothing, trl, watching
 
 
@@ -194,7 +193,7 @@ def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
     """Count on one of the ranks that share samples: Trainer adds up over all ranks."""
     plugin = _plugin(self)
     if plugin is not None:
-        here = GridPosition(plugin.grid, plugin.grid.coordinates(self.args.process_index))
+        here = plugin.grid.place(self.args.process_index)
         if here.index(*SAME_SAMPLES):
             return 0
     return original(*args, **kwargs)

@@ -23,7 +23,8 @@ from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.topology.grid import Grid, GridPosition
+from hf_axonn.distributed.mesh import ROWS
+from hf_axonn.topology.grid import Grid
 
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")
@@ -115,6 +116,6 @@ def _set_seed(original: Callable, seed: int, device_specific: bool = False, **op
     """Seed as accelerate's function; where each process is to have its own seed, each data-parallel rank has."""
     grid = getattr(parallelism_in_use()[0], "grid", None)
     if device_specific and grid is not None and grid.size > 1:
-        here = GridPosition(grid, grid.coordinates(world_rank()))
-        seed, device_specific = seed + here.index("data", "rows"), False
+        here = grid.place(world_rank())
+        seed, device_specific = seed + here.index(*ROWS), False
     original(seed, device_specific=device_specific, **options)

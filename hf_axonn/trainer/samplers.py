@@ -17,7 +17,8 @@ from accelerate.utils import RNGType, synchronize_rng_state
 from torch.utils.data import Sampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler, get_length_grouped_indices
 
-from hf_axonn.topology.grid import Grid, GridPosition
+from hf_axonn.distributed.mesh import ROWS
+from hf_axonn.topology.grid import Grid
 
 
 class GridLengthGroupedSampler(LengthGroupedSampler):
@@ -66,7 +67,7 @@ def for_grid(
             effective_batch_size=batch_size * sampler.grad_accum * grid.dp_size,
             dp_size=grid.dp_size,
             grad_accum=sampler.grad_accum,
-            rank=GridPosition(grid, grid.coordinates(rank)).index("data", "rows"),
+            rank=grid.place(rank).index(*ROWS),
             drop_last=sampler.drop_last,
         )
     return sampler

@@ -13,7 +13,6 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from hf_axonn import AxonnPlugin, Grid
-from hf_axonn.topology.grid import GridPosition
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
 
@@ -181,7 +180,7 @@ def dp_rank_of(accelerator: Accelerator, grid: Grid | None) -> tuple[int, int]:
 
 def rows_index(grid: Grid) -> int:
     """This rank's place among those that are given different rows."""
-    return GridPosition(grid, grid.coordinates(torch.distributed.get_rank())).index("data", "rows")
+    return grid.place(torch.distributed.get_rank()).index("data", "rows")
 
 
 def observe(grid: Grid | None, every: bool) -> tuple[dict, dict]:

@@ -7,7 +7,6 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
 from hf_axonn import Grid
-from hf_axonn.topology.grid import GridPosition
 from tests.accelerator.test_accelerator_data import FOUR_RANKS, TWO_RANKS, new_accelerator, plain
 from tests.helpers.ranks import run_ranks
 
@@ -48,7 +47,7 @@ def all_streams(grid: Grid | None) -> dict[str, object]:
 
 def _compare_streams(grids: list[Grid], truth: list[dict]) -> None:
     for grid in grids:
-        place = GridPosition(grid, grid.coordinates(torch.distributed.get_rank()))
+        place = grid.place(torch.distributed.get_rank())
         assert all_streams(grid) == truth[place.index("data", "rows")], grid
 
 

@@ -74,7 +74,7 @@ def packed_rows() -> dict[str, torch.Tensor]:
 
 
 def kept_targets(folder: Path, grid: Grid | None) -> dict[str, torch.Tensor]:
-    """By strategy and width what the loss is given [2, 21]: on a grid joined of what each rank of context takes."""
+    """Return the targets of the loss [2, 21] by strategy and width: on a grid joined over the ranks of context."""
     trainer = make_trainer(folder / "run", grid, kind="llama", **BRIEF)
     loss, found = trainer._token_loss(), {}
     name = "weighted_nll" if grid is None else "_own_nll"

@@ -21,7 +21,7 @@ from hf_axonn.compat.torch import like_dtensor, placement_of, shard_in
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.topology.grid import Grid, GridPosition
+from hf_axonn.topology.grid import Grid
 from tests.helpers.devices import rank_device
 from tests.helpers.float64 import Float64, not_nan, relative_errors
 from tests.helpers.models import tiny_batch
@@ -127,7 +127,7 @@ def norm_by_shards(gradients: list[Tensor]) -> Tensor:
 
 
 def ranks_with_the_same(tensor: Tensor) -> int:
-    """How many ranks hold the same shard of a DTensor, or a tensor that is none."""
+    """Count the ranks that hold the same shard of a DTensor, or a tensor that is none."""
     pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True) if isinstance(tensor, DTensor) else ()
     return dist.get_world_size() // math.prod(size for size, placement in pairs if placement.is_shard())
 
@@ -142,7 +142,7 @@ def give_gradients(parameters: list[nn.Parameter], shards: list[nn.Parameter]) -
 
 def rows_of(batch: Batch, grid: Grid, rank: int) -> Batch:
     """The rows of a global batch that `rank` is given."""
-    index = GridPosition(grid, grid.coordinates(rank)).index("data", "rows")
+    index = grid.place(rank).index("data", "rows")
     rows = len(next(value for value in batch.values() if value.dim())) // grid.dp_size
     return {key: value[index * rows : (index + 1) * rows] if value.dim() else value for key, value in batch.items()}
 

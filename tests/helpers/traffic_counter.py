@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.engine.overlap import in_backward
 from hf_axonn.planner.traffic.ledger import Ledger
-from hf_axonn.topology.grid import AXES, PARTS_OF_Z, Grid, GridPosition
+from hf_axonn.topology.grid import AXES, PARTS_OF_Z, Grid
 
 
 class TrafficCounter:
@@ -47,7 +47,7 @@ class TrafficCounter:
         if group not in self._axes:
             grid = self.ledger.grid
             ranks = dist.get_process_group_ranks(group)
-            places = [GridPosition(grid, grid.coordinates(rank)) for rank in ranks]
+            places = [grid.place(rank) for rank in ranks]
             finest = [axis for axis in (*AXES, *PARTS_OF_Z) if axis != "z"]
             self._axes[group] = tuple(axis for axis in finest if len({place.index(axis) for place in places}) > 1)
         axes, phase = self._axes[group], self._phase

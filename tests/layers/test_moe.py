@@ -104,7 +104,7 @@ def _compare_planned(each):
 
 
 def errors(*each: Planned):
-    """What is too large, of all in one start of the ranks."""
+    """List the errors that are too large, of all cases in one start of the ranks."""
     with_truth = [(planned, [(case, case.truth()) for case in planned.cases]) for planned in each]
     table = run_ranks(_compare_planned, each[0].grids[0].size, with_truth)[0]
     assert len(table) == sum(len(planned.cases) * len(planned.grids) for planned in each)

@@ -38,7 +38,7 @@ LONG_ROPE = dict(
 
 
 def errors(cases, grids):
-    """What is not equal to one process, of each case on each grid, all in one launch."""
+    """List the numbers that are not those of one process, of each case on each grid, all in one launch."""
     with_truth = [(each, each.truth()) for each in cases]
     table = run_ranks(compare, grids[0].size, with_truth, grids, timeout=560)[0]
     assert len(table) == len(cases) * len(grids)
@@ -110,7 +110,7 @@ def test_kinds_of_attention_beside_each_other_axis():
 
 
 def refusals():
-    """What a model over context says to calls that it does not take."""
+    """Return the messages to calls that a model over context does not take."""
     model, _ = parallelize(tiny_model("llama"), TWO[0])
     batch = {"input_ids": tiny_batch(2, 9)["input_ids"]}
     calls = {
@@ -119,13 +119,13 @@ def refusals():
         "output_attentions": dict(output_attentions=True),
         "position_ids are": dict(position_ids=torch.zeros(2, 4, dtype=torch.long)),
     }
-    said = {name: refused(model, **batch, **more) for name, more in calls.items()}
-    return said | {"generate": refused(model.generate, **batch)}
+    messages = {name: refused(model, **batch, **more) for name, more in calls.items()}
+    return messages | {"generate": refused(model.generate, **batch)}
 
 
 def test_what_divided_rows_do_not_have_is_refused_by_name():
-    for said in run_ranks(refusals, 2):
-        for name, message in said.items():
+    for messages in run_ranks(refusals, 2):
+        for name, message in messages.items():
             assert message.startswith(name if name != "generate" else "generate is not supported"), message
 
 
@@ -187,7 +187,7 @@ def saved_bytes(grid, length):
 
 
 def bytes_a_position(grids):
-    """What a position more of a row costs a rank, by grid: weights and what else does not grow is left out so."""
+    """Return the bytes that one more position of a row costs a rank, by grid: weights, which stay, are left out."""
     return [(saved_bytes(grid, 256) - saved_bytes(grid, 128)) / 128 for grid in grids]
 
 

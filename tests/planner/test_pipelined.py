@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused_with_numbers():
 
 
 def test_context_gives_a_pipeline_more_micro_batches():
-    """Of two rows on z = 8 each rank with context = 8 has two eighths: as many tokens as in a quarter of one."""
+    """Two rows on z = 8 give each rank two eighths with context = 8: as many tokens as in a quarter of one."""
     job = replace(JOB, sequences=16, seq=4096, pipeline="1f1b", stages_per_rank=1, micro_batches=8)
     grid = Grid(pipe=4, z=4, context=4)
     with pytest.raises(ValueError, match="16 sequences are not divisible by data . z = 32"):

@@ -471,7 +471,7 @@ def test_attention_takes_as_long_as_its_kernel():
 
 
 def test_a_rank_of_context_attends_as_long_as_one_with_whole_rows():
-    """To an eighth of the heads of 8 rows, in place of all heads of one; beside it what travels is copied."""
+    """A rank attends to an eighth of the heads of 8 rows, in place of all heads of one, and copies what travels."""
     whole, divided = Grid(z=8), Grid(z=8, context=8)
     alone, shared = (
         compute.Compute(LLAMA, TOY, grid, Step(rows=rows, seq=4096)) for grid, rows in ((whole, 1), (divided, 8))

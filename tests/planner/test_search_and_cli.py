@@ -140,7 +140,7 @@ LONG = Job(
 
 
 def test_rows_are_divided_where_whole_ones_are_too_few_or_too_long():
-    """What fits a GPU whole stays whole: of the same z a larger context sends more for the same work."""
+    """Rows that fit a GPU stay whole: of the same z a larger context sends more for the same work."""
     whole, free = plan(LONG, 16, contexts=[1]), plan(LONG, 16)
     assert {entry.grid.context for entry in whole.ranked} == {1} and free.best.grid.context > 1
     assert free.best.total < whole.best.total

@@ -233,8 +233,8 @@ def rows_picture() -> Drawing:
         for offset, place in enumerate(places):
             x = left + (part * len(places) + offset) * cell
             drawing.box(x, y, cell, 34, CONTEXT_COLOURS[part] if place >= 0 else "frame")
-            said, kind = (str(place), "") if place >= 0 else ("fill", "small")
-            drawing.text(x + cell / 2, y + 22, said, kind, "middle")
+            label, kind = (str(place), "") if place >= 0 else ("fill", "small")
+            drawing.text(x + cell / 2, y + 22, label, kind, "middle")
         middle = left + (part + 0.5) * len(places) * cell
         drawing.text(middle, y + 52, f"ranks {', '.join(map(str, ranks))}", f"t-{CONTEXT_COLOURS[part]}", "middle")
         drawing.text(middle, y + 68, f"context={part}", "small", "middle")
@@ -252,8 +252,9 @@ def rows_picture() -> Drawing:
             part = ROW_GRID.coordinates(rank)["z"] % ROW_GRID.context
             drawing.text(left - 12, y + 18, f"head {head}", "small", "end")
             drawing.box(left, y, ROW_LENGTH * cell, 26, CONTEXT_COLOURS[part])
-            said = f"rank {rank}: context={part}, x={ROW_GRID.coordinates(rank)['x']}; positions 0 to {ROW_LENGTH - 1}"
-            drawing.text(left + ROW_LENGTH * cell / 2, y + 18, said, "", "middle")
+            at_x = ROW_GRID.coordinates(rank)["x"]
+            label = f"rank {rank}: context={part}, x={at_x}; positions 0 to {ROW_LENGTH - 1}"
+            drawing.text(left + ROW_LENGTH * cell / 2, y + 18, label, "", "middle")
             y += 26
     drawing.height = y + 12
     return drawing

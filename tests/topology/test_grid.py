@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_axonn.distributed.mesh import SAME_SAMPLES, GridMesh, grid_mesh
-from hf_axonn.topology.grid import AXES, Grid, GridPosition
+from hf_axonn.topology.grid import AXES, Grid
 from tests.helpers.ranks import all_grids, run_ranks
 
 
@@ -55,7 +55,7 @@ def test_pipe_lies_between_data_and_z_and_is_written_only_where_it_is():
 def test_context_divides_z_and_varies_fastest_inside_it():
     grid = Grid(data=2, z=4, x=2, context=2)
     assert (grid.size, grid.rows, grid.dp_size) == (16, 2, 4)
-    place = GridPosition(grid, grid.coordinates(8 + 3 * 2 + 1))
+    place = grid.place(8 + 3 * 2 + 1)
     assert [place.index(axis) for axis in ("data", "z", "rows", "context", "x")] == [1, 3, 1, 1, 1]
     assert place.index("data", "rows") == 3 and place.size("data", "rows") == 4
     assert grid.ranks_along(("context",), 15) == [13, 15]

@@ -153,7 +153,7 @@ class Stages:
 
     def block_shape(self, batch: int, seq: int) -> tuple[int, ...]:
         """The local shape of the residual stream of whole rows [B, S, H] between two stages, in training."""
-        seq = -(-seq // self.state.grid.context)  # as engine/rows.py divides them
+        seq = self.state.grid.positions(seq)
         tokens, mesh = self.state.tokens_of(torch.empty(batch, seq, self.hidden, device="meta")), self.state.mesh
         if not tokens.sharded:
             return batch, seq, self.hidden

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from hf_axonn import Grid, parallelize
 from hf_axonn.engine.dtensors import local_slices
-from hf_axonn.topology.grid import SIZES, GridPosition
+from hf_axonn.topology.grid import SIZES
 
 
 FILE_BYTES = 5 * 10**9  # of a file of the checkpoint, as save_pretrained cuts it
@@ -106,7 +106,7 @@ def file_of_each(tensors: dict[str, torch.Tensor], file_bytes: int) -> dict[str,
 def reads_of(tensors: dict[str, torch.Tensor], index: dict[str, str], grid: Grid, rank: int) -> Reads:
     """What a rank reads of a checkpoint whose files are `index`."""
     reads = Reads()
-    place = GridPosition(grid, grid.coordinates(rank))
+    place = grid.place(rank)
     for name, tensor in tensors.items():
         region = tuple(slice(0, size) for size in tensor.shape)
         if isinstance(tensor, DTensor):

@@ -187,19 +187,19 @@ def test_every_grid_answers_as_one_process_does(world, count, of_gemma2, left_ou
                 assert getattr(result, field) == (value and pytest.approx(value, abs=1e-10, rel=0)), (name, grid)
 
 
-def scored_and_refused(asked) -> tuple[list, list[str], float]:
-    """What a grid with context answers, what it says to whoever wants it to decode, and the loss of documents."""
+def scored_and_refused(samples) -> tuple[list, list[str], float]:
+    """Return the scores of a grid with context, its refusals to decode, and the loss of documents."""
     model = hf_axonn.parallelize(family("llama"), Grid(z=2, context=2))[0]
     options = dict(batch_size=3, progress=False)
     with Float64():
-        scored = extract(model, None, asked, generate=False, sampler=Sampler(top_k=20), **options)
-        loss = document_nll(model, documents(asked), batch_size=2).mean
+        scored = extract(model, None, samples, generate=False, sampler=Sampler(top_k=20), **options)
+        loss = document_nll(model, documents(samples), batch_size=2).mean
     decodes = (
         {},
         {"generate": False, "stop_early": True},
         {"generate": False, "near_copies": NearCopySearch(edits=2)},
     )
-    return scored, [refused(extract, model, None, asked, **options, **more) for more in decodes], loss
+    return scored, [refused(extract, model, None, samples, **options, **more) for more in decodes], loss
 
 
 def documents(samples) -> list[list[int]]:
@@ -208,16 +208,16 @@ def documents(samples) -> list[list[int]]:
 
 def test_rows_that_are_cut_are_scored_and_not_decoded():
     model = family("llama")
-    asked = parting_samples(model, 7)
+    samples = parting_samples(model, 7)
     with Float64():
-        wanted = extract(model, None, asked, batch_size=3, progress=False, generate=False, sampler=Sampler(top_k=20))
-        loss = document_nll(model, documents(asked), batch_size=2).mean
-    for rank, (found, messages, mean) in enumerate(run_ranks(scored_and_refused, 2, asked)):
+        truth = extract(model, None, samples, batch_size=3, progress=False, generate=False, sampler=Sampler(top_k=20))
+        loss = document_nll(model, documents(samples), batch_size=2).mean
+    for rank, (found, messages, mean) in enumerate(run_ranks(scored_and_refused, 2, samples)):
         assert mean == pytest.approx(loss, rel=1e-10)
         for name, message in zip(("generate", "stop_early", "near_copies"), messages, strict=True):
             assert message.startswith(f"{name} over a grid with context (data=1,z=2,y=1,x=1,context=2)"), message
-        assert len(found) == (0 if rank else len(wanted))
-        for result, expected in zip(found, wanted if found else (), strict=True):
+        assert len(found) == (0 if rank else len(truth))
+        for result, expected in zip(found, truth if found else (), strict=True):
             for field in ("sample_id", "exact_match", "divergence_point", "hits", "near_tie"):
                 assert getattr(result, field) == getattr(expected, field), field
             for field in ("margin", "logprobs", "sampled_logprob"):
