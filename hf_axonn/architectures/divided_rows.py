@@ -1,7 +1,7 @@
-"""Checks that the positions of a model's rows can be divided among ranks, as context does.
+"""Checks that the positions of a model's rows can be divided among ranks, as context does; and numbers them.
 
 Each token has to be computed by itself but in attention, whose heads are divided meanwhile
-(layers/context_attention.py). No communication, no change to the model.
+(layers/context_attention.py), or which gathers whole rows. No communication, no change to the model.
 """
 
 from __future__ import annotations
@@ -9,10 +9,18 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_axonn.architectures.plan import PER_TOKEN, ShardingPlan
-from hf_axonn.compat.attention import counts_positions, finds_attention_function, mask_functions, numbers_positions
+from hf_axonn.compat.attention import (
+    count_by_embeddings,
+    counts_positions,
+    finds_attention_function,
+    mask_functions,
+    numbers_positions,
+    uses_alibi,
+)
 from hf_axonn.compat.peft import wrapped_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss
 from hf_axonn.engine.linears import is_linear
@@ -22,13 +30,15 @@ MIXES = {  # types whose code reads along the row where nothing of the above sho
     "blt": "its patches of bytes reach across ranks",
     "doge": "its attention mask is computed from values of whole rows",
 }
+# Types whose forward counts positions in its code: whether it then numbers the tokens that its mask keeps, or all.
+COUNTS_MASK = {"opt": True, "biogpt": False}
 
 
 def why_rows_stay_whole(model: nn.Module, plan: ShardingPlan) -> str:
     """Return why context cannot divide the positions of a model's rows, or nothing where it is known that it can."""
     if plan.decoder is None or not has_causal_lm_loss(model):
         return "it is no causal language model whose layers are known" + (f" ({plan.reason})" if plan.reason else "")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if not (takes_positions(model) or uses_alibi(model)):
         return "its forward takes no position_ids, and would number the positions of each rank from 0"
     if not mask_functions(model):
         return "it does not make its attention masks by the functions of transformers.masking_utils"
@@ -37,13 +47,38 @@ def why_rows_stay_whole(model: nn.Module, plan: ShardingPlan) -> str:
         return reason
     if getattr(config, "z_loss_coefficient", 0):
         return "its z_loss is a mean over logits, which a rank would take of its own: set z_loss_coefficient to 0"
-    if counts_positions(model):
+    if counts_positions(model) and config.model_type not in COUNTS_MASK:
         return "it counts positions from its tokens or its attention mask"
     for block in plan.blocks:
         attention = model.get_submodule(block.entry)
-        if block.query and (reason := why_heads_stay(attention)):
-            return f"{block.entry}, a {type(attention).__name__}, {reason}"
+        if block.latent and (reason := why_heads_stay(attention)):
+            return f"{block.entry}, a {type(attention).__name__} that makes latents, {reason}"
     return ""
+
+
+def gathering_attentions(model: nn.Module, plan: ShardingPlan) -> list[str]:
+    """Return the names of the attention blocks that gather whole rows, as their heads stay."""
+    return [block.entry for block in plan.blocks if block.query and why_heads_stay(model.get_submodule(block.entry))]
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Return whether a model's forward takes position_ids."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def number_positions(model: nn.Module, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Number the positions of whole rows as a model does that is given none.
+
+    Args:
+        tokens: ids [B, S], or embeddings [B, S, H].
+    Returns:
+        [1 or B, S]: from 0 on, or as the model counts them from its ids or its mask.
+    """
+    config: Any = model.config
+    if attention_mask is not None and COUNTS_MASK.get(config.model_type):
+        return attention_mask.cumsum(dim=1) * attention_mask - 1
+    counted = count_by_embeddings(model, tokens) if takes_positions(model) else None
+    return torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0) if counted is None else counted
 
 
 def why_heads_stay(attention: nn.Module) -> str:

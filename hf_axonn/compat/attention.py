@@ -9,11 +9,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 Route = Callable[..., Any]  # called as (attention function, module, query, key, value, mask, **options)
 ATTENTION = "ALL_ATTENTION_FUNCTIONS"
+ALIBI = "build_alibi_tensor"
+COUNT = "create_position_ids_from_input_ids"
 
 
 def _forward_of(module: nn.Module) -> Any:
@@ -70,35 +72,60 @@ class _Functions:
 
 def mask_functions(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """Return where the code of a model finds the functions that make its attention masks: (names of a file, name)."""
-    from transformers import PreTrainedModel, masking_utils
+    from transformers import masking_utils
 
     makers = {
         function
         for name, function in vars(masking_utils).items()
         if name.startswith("create_") and "mask" in name and inspect.isfunction(function)
     }
-    files = {
-        id(names): names
-        for each in model.modules()
-        if isinstance(each, PreTrainedModel)
-        for names in [getattr(_forward_of(each), "__globals__", {})]
-    }
     return [
         (names, name)
-        for names in files.values()
+        for names in _files_of(model)
         for name, value in names.items()
         if inspect.isfunction(value) and value in makers
     ]
 
 
+def alibi_functions(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Return where the code of a model finds a function that makes ALiBi of an attention mask, as Bloom and Falcon do:
+    (names of a file, name)."""
+    return [(names, ALIBI) for names in _files_of(model) if inspect.isfunction(names.get(ALIBI))]
+
+
+def uses_alibi(model: nn.Module) -> bool:
+    """Return whether a model makes ALiBi in its forward: attention then knows where tokens stand by that alone, where
+    the model takes no positions."""
+    return any("alibi" in name for each in _models_in(model) for name in _names_in(each))
+
+
 def counts_positions(model: nn.Module) -> bool:
-    """Return whether a model that is given no positions counts them from its ids or its mask, as RoBERTa and OPT do,
-    and not from 0 to the end of the row."""
+    """Return whether the code of a model counts positions where it is given none, as OPT's counts what its mask
+    keeps."""
+    return any("cumsum" in _names_in(each) for each in (*_models_in(model), *_embeddings(model)))
+
+
+def count_by_embeddings(model: nn.Module, tokens: Tensor) -> Tensor | None:
+    """Count positions by the method of a model's embeddings that does so, as RoBERTa's, from ids [B, S] or embeddings
+    [B, S, H]; None where there is no such method."""
+    counting = next((each for each in _embeddings(model) if COUNT in _names_in(each)), None)
+    if counting is None:
+        return None
+    count = getattr(counting, COUNT if tokens.dim() == 2 else "create_position_ids_from_inputs_embeds")
+    return count(tokens, counting.padding_idx)
+
+
+def _models_in(model: nn.Module) -> list[nn.Module]:
     from transformers import PreTrainedModel
 
-    counting = {"create_position_ids_from_input_ids", "cumsum"}
-    return any(
-        not counting.isdisjoint(_names_in(module))
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel) or "Embedding" in type(module).__name__
-    )
+    return [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+
+
+def _embeddings(model: nn.Module) -> list[nn.Module]:
+    return [each for each in model.modules() if "Embedding" in type(each).__name__]
+
+
+def _files_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the global names of each file that has code of a model."""
+    files = [getattr(_forward_of(each), "__globals__", {}) for each in _models_in(model)]
+    return list({id(names): names for names in files}.values())

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hf_axonn.compat.torch import changes_of
 from hf_axonn.distributed.collectives import (
+    all_gather,
     all_reduce,
     all_reduce_backward,
     reduce_,
@@ -90,6 +91,7 @@ class ColumnParallel:
 
     Attributes:
         passing: the pass that is inside of the block; None outside of it, and for projections that have no `Block`.
+        gathers_rows: whether the block works on whole rows where context divides them (`Block.gather_rows`).
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class ColumnParallel:
         self.weights = [state.weight_of(linear) for linear in linears]
         self.layouts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.mesh) for linear in linears]
         self.passing: BlockPass | None = None
+        self.gathers_rows = False
         for index, linear in enumerate(linears):
             state.add_layer(linear, self)
             patch_forward(linear, functools.partial(self._project, index))
@@ -126,21 +129,26 @@ class ColumnParallel:
 
     def enter(self, hidden: Tensor) -> BlockPass:
         """This rank's tokens -> a pass with the input [B, S, H/y]. All-to-all over y (none in the feature layout),
-        all-gather over x, which backward only launches."""
+        all-gather over x, which backward only launches, and over context where the block gathers rows."""
         state, tokens = self.state, self.state.context.tokens
         assert tokens is not None  # Block has seen to that
+        rows = state.context.rows if self.gathers_rows else None
         if not tokens.sharded:
-            return BlockPass(take_features(hidden, state.mesh, "y"))
+            hidden = take_features(hidden, state.mesh, "y")
+            return BlockPass(hidden if rows is None else rows.join(hidden))
         group = state.mesh.group("x")
         dtype = hidden.dtype if state.requested_dtype(hidden, self.weights) else None
         hidden = hidden.to(state.compute_dtype(hidden, self.weights))
         if state.mesh.size("y") > 1 and not tokens.features:
             # Some layers hand their MLP flat tokens.
             hidden = tokens_to_features(hidden.reshape(1, -1, hidden.shape[-1]), state.mesh)
-        if group.size() == 1:
+        if rows is not None:  # no products are made yet: they are of whole rows
+            hidden = all_gather(hidden.reshape(-1, hidden.shape[-1]), group).flatten(0, 1)
+        if rows is not None or group.size() == 1:
             if tokens.padded_count(state.mesh) > tokens.count:
                 hidden = hidden.reshape(-1, hidden.shape[-1])[: tokens.count]
-            return BlockPass(hidden.reshape(tokens.batch, tokens.seq, -1), dtype=dtype)
+            hidden = hidden.reshape(tokens.batch, tokens.seq, -1)
+            return BlockPass(hidden if rows is None else rows.join(hidden), dtype=dtype)
         # The products are made here, where the input is gathered: so backward reduces its gradient beside theirs.
         hidden, *products = Product(state, self.weights, self.layouts).run(hidden, over=group, tokens=tokens)
         return BlockPass(hidden, changes_of(hidden), products, dtype)
@@ -207,6 +215,9 @@ class RowParallel:
     the feature layout, where the residual stream is sharded, else [B, S, N]. Collectives: all-gather over y of the
     features (where heads are divided over y), all-gather over z, reduce-scatter over x of the tokens (all-reduce where
     the residual stream is replicated), all-to-all over y (none in the feature layout, all-gather where replicated).
+
+    Attributes:
+        gathers_rows: whether the block works on whole rows where context divides them (`Block.gather_rows`).
     """
 
     bias_axes = ("x", "y")
@@ -219,6 +230,7 @@ class RowParallel:
         self.heads = heads
         self.axes = heads.axes if heads else ("x", "y")
         self.like = like
+        self.gathers_rows = False if like is None else like.gathers_rows
         self._leading: torch.Size | None = None
         state.add_layer(linear, self)
         self.weights = [state.weight_of(linear)]
@@ -237,6 +249,11 @@ class RowParallel:
         """Note the input of the block, when a pass comes to it."""
         self._leading = hidden.shape[:-1]
 
+    def take_positions(self, hidden: Tensor) -> Tensor:
+        """The input of the row layer -> this rank's positions of it, if the block has gathered rows."""
+        rows = self.state.context.rows if self.gathers_rows else None
+        return hidden if rows is None else rows.take(hidden)
+
     def install_copy(self, copy_: nn.Module) -> RowParallel:
         """Install a row layer of its own on a copy, which stands at the place of this one in the block."""
         return RowParallel(self.state, copy_, self.heads, like=self)
@@ -244,6 +261,7 @@ class RowParallel:
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
         state, mesh, tokens = self.state, self.state.mesh, self.state.context.tokens
         assert tokens is not None  # Block has seen to that
+        hidden = self.take_positions(hidden)
         product = Product(state, self.weights, self.layouts)
         rows = hidden.to(state.compute_dtype(hidden, self.weights))
         if tokens.sharded and tokens.padded_count(mesh) > tokens.count:
@@ -286,6 +304,11 @@ class Block:
     def around(self, wrapper: nn.Module) -> None:
         """Enter already where `wrapper` is called, which stands around an entry that is a lone Linear."""
         patch_forward(wrapper, self._forward)
+
+    def gather_rows(self) -> None:
+        """Work on whole rows where context divides them: from the entry, which gathers them over context, to the row
+        layer, which goes on with this rank's positions. Ranks of context repeat the work between the two."""
+        self.column.gathers_rows = self.row.gathers_rows = True
 
     def _forward(self, original: Callable, *args, **kwargs):
         if self.column.passing is not None:

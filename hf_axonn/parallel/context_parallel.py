@@ -20,9 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.architectures.divided_rows import why_heads_stay, why_rows_stay_whole
+from hf_axonn.architectures.divided_rows import (
+    gathering_attentions,
+    number_positions,
+    takes_positions,
+    why_heads_stay,
+    why_rows_stay_whole,
+)
 from hf_axonn.architectures.plan import ShardingPlan
-from hf_axonn.compat.attention import mask_functions, route_attention
+from hf_axonn.compat.attention import alibi_functions, mask_functions, route_attention
 from hf_axonn.compat.transformers import text_config
 from hf_axonn.engine.rows import Rows
 from hf_axonn.layers.base import patch_forward, patch_innermost, replaced, split_hidden_states
@@ -33,6 +39,7 @@ from hf_axonn.topology.heads import Heads
 
 
 WHOLE = ("labels", "shift_labels")  # arguments that the loss takes its positions of
+POSITIONS = ("position_ids", "position_embeddings")  # arguments of attention that tell it where its tokens stand
 CUSTOM_MASKS = ("or_mask_function", "and_mask_function", "block_sequence_ids", "encoder_hidden_states")
 
 
@@ -52,9 +59,10 @@ def check_context(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
 def _why_not(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
     if reason := why_rows_stay_whole(model, plan):
         return reason
-    here = grid.place(0)
+    here, gathering = grid.place(0), gathering_attentions(model, plan)
     for block in plan.blocks:
-        if block.query and (heads := Heads.divide(block.query, block.kv, here).own_query(here)) % grid.context:
+        exchanges = block.query and block.entry not in gathering
+        if exchanges and (heads := Heads.divide(block.query, block.kv, here).own_query(here)) % grid.context:
             return f"{heads} of its {block.query} heads are on a rank of (x, y), which context does not divide"
     return ""
 
@@ -63,12 +71,16 @@ def describe_rows(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
     """Return a line for the report; empty without context."""
     if grid.context == 1:
         return ""
+    attentions = sum(1 for block in plan.blocks if block.query)
+    gathering = gathering_attentions(model, plan)
     along = [name for name in plan.full_sequence if why_heads_stay(model.get_submodule(name))]
-    attention = sum(1 for block in plan.blocks if block.query) + len(plan.full_sequence) - len(along)
-    text = (
-        f"positions of rows over {grid.context} ranks of context: {attention} attentions exchange heads for positions"
-    )
-    return f"{text}, {len(along)} modules run on whole rows ({along[0]} ...)" if along else text
+    exchanging = attentions + len(plan.full_sequence) - len(gathering) - len(along)
+    parts = [f"{exchanging} attentions exchange heads for positions"] if exchanging else []
+    if gathering:
+        parts.append(f"{len(gathering)} attentions gather whole rows ({gathering[0]} ...)")
+    if along:
+        parts.append(f"{len(along)} modules run on whole rows ({along[0]} ...)")
+    return f"positions of rows over {grid.context} ranks of context: {', '.join(parts)}"
 
 
 def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -> None:
@@ -81,16 +93,21 @@ def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -
     for name in (*(block.entry for block in plan.blocks if block.query), *plan.full_sequence):
         if not why_heads_stay(module := model.get_submodule(name)):
             route_attention(module, route)
+        elif module in state.blocks:
+            state.blocks[module].gather_rows()
+            arguments = list(inspect.signature(module.forward).parameters)
+            patch_innermost(module, functools.partial(_with_whole_positions, state, arguments))
         else:
             patch_innermost(module, functools.partial(_along_row, state))
     for module in model.modules():
         if _follows_longest_row(module):
             patch_forward(module, functools.partial(_rotary, state))
-    masks = mask_functions(model)
+    makers = [(*place, _make_mask) for place in mask_functions(model)]
+    makers += [(*place, _make_alibi) for place in alibi_functions(model)]
     assert plan.decoder is not None  # `check_context` has seen to that
     for each in dict.fromkeys((model, model.get_submodule(plan.decoder))):
         names = list(inspect.signature(each.forward).parameters)
-        patch_forward(each, functools.partial(_forward, state, model, names, masks))
+        patch_forward(each, functools.partial(_forward, state, model, names, makers))
     if hasattr(model, "generate"):
         vars(model)["generate"] = functools.partial(_refuse_generate, state.grid)
 
@@ -99,7 +116,7 @@ def _forward(
     state: ShardedModel,
     model: nn.Module,
     names: list[str],
-    masks: list[tuple[dict[str, Any], str]],
+    makers: list[tuple[dict[str, Any], str, Callable]],
     original: Callable,
     /,
     *args,
@@ -110,14 +127,16 @@ def _forward(
     given = dict(zip(names, args, strict=False)) | kwargs
     rows = _rows_of(state, model, given)
     own = {name: value if name in WHOLE else _take(rows, value) for name, value in given.items()}
-    own["position_ids"] = rows.take(rows.position_ids)
+    if "position_ids" in names:
+        own["position_ids"] = rows.take(rows.position_ids)
     if keep := given.get("logits_to_keep", 0):
         own["logits_to_keep"] = rows.last(keep)
     if "use_cache" in names:
         own["use_cache"] = False
-    if rows.filled and rows.attention_mask is None:  # for what else reads it, as the auxiliary loss of routers
+    alibi = any(make is _make_alibi for *_, make in makers)
+    if rows.attention_mask is None and (rows.filled or alibi):  # for what else reads it: routers' auxiliary loss, too
         own["attention_mask"] = rows.take(torch.ones_like(rows.position_ids).expand(rows.batch, -1))
-    with state.context.with_rows(rows), _masks_of(rows, masks):
+    with state.context.with_rows(rows), _made_of(rows, makers):
         output = original(**own)
     stage = state.context.stage
     if stage is not None and not stage.last:
@@ -143,6 +162,7 @@ def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any]) ->
         "past_key_values": given.get("past_key_values") is not None,
         "use_cache=True": bool(given.get("use_cache")),
         "logits_to_keep with labels, of given places or in a tuple": not isinstance(keep, int) or (keep and not alone),
+        "encoder_hidden_states": given.get("encoder_hidden_states") is not None,
         "output_attentions": bool(given.get("output_attentions", getattr(config, "output_attentions", False))),
     }
     if refused := next((name for name, given_here in unsupported.items() if given_here), None):
@@ -154,9 +174,10 @@ def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any]) ->
     if not isinstance(tokens, Tensor):
         raise ValueError("a model over a grid with context is called with input_ids or inputs_embeds.")
     batch, length = tokens.shape[:2]
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    mask = given.get("attention_mask")
+    positions = given.get("position_ids") if takes_positions(model) else None
     if positions is None:
-        positions = torch.arange(length, device=tokens.device).unsqueeze(0)
+        positions = number_positions(model, tokens, mask)
     elif positions.dim() != 2 or positions.shape[1] != length:
         raise ValueError(f"position_ids are {list(positions.shape)}, but of rows of {length} they are [B, {length}].")
     return Rows(state.mesh, batch, length, positions, mask, documents=_separates(model, given))
@@ -188,12 +209,6 @@ def _along_row(state: ShardedModel, original: Callable, /, *args, **kwargs):
     if rows is None:
         return original(*args, **kwargs)
 
-    def whole(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(whole, value))
-        divided = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == rows.own_length
-        return rows.join(value) if divided and value.shape[0] in (1, rows.batch) else value
-
     def own(value: Tensor) -> Tensor:
         return rows.take(value.reshape(rows.batch, rows.length, -1)).reshape(*shape[:-1], -1)
 
@@ -201,16 +216,38 @@ def _along_row(state: ShardedModel, original: Callable, /, *args, **kwargs):
     shape = hidden.shape  # [B, L, H], or [B * L, H]
     hidden = rows.join(hidden.reshape(rows.batch, rows.own_length, -1))
     hidden = hidden if len(shape) == 3 else hidden.flatten(0, 1)
-    output = original(hidden, *map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+    kwargs = {name: _join(rows, value) for name, value in kwargs.items()}
+    output = original(hidden, *(_join(rows, value) for value in args), **kwargs)
     return own(output) if isinstance(output, Tensor) else type(output)((own(output[0]), *output[1:]))
 
 
+def _with_whole_positions(state: ShardedModel, names: list[str], original: Callable, /, *args, **kwargs):
+    """Run attention whose block has gathered whole rows with the positions of whole rows. Collectives: an all-gather
+    over context of each of them."""
+    rows = state.context.rows
+    if rows is None:
+        return original(*args, **kwargs)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return original(**given | {name: _join(rows, given[name]) for name in POSITIONS if name in given})
+
+
+def _join(rows: Rows, value: Any) -> Any:
+    """Whole rows of an argument that has a value for each of this rank's positions; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(_join(rows, each) for each in value)
+    if not (isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == rows.own_length):
+        return value
+    if value.shape[0] not in (1, rows.batch):
+        return value
+    return torch.view_as_complex(rows.join(torch.view_as_real(value))) if value.is_complex() else rows.join(value)
+
+
 @contextlib.contextmanager
-def _masks_of(rows: Rows, masks: list[tuple[dict[str, Any], str]]) -> Iterator[None]:
-    """Let the model's code inside make its attention masks of whole rows."""
+def _made_of(rows: Rows, makers: list[tuple[dict[str, Any], str, Callable]]) -> Iterator[None]:
+    """Let the model's code inside make its attention masks and ALiBi of whole rows."""
     with contextlib.ExitStack() as stack:
-        for names, name in masks:
-            stack.enter_context(replaced(names, {name: functools.partial(_make_mask, rows, names[name])}))
+        for names, name, make in makers:
+            stack.enter_context(replaced(names, {name: functools.partial(make, rows, names[name])}))
         yield
 
 
@@ -222,9 +259,15 @@ def _make_mask(rows: Rows, function: Callable, *args, **kwargs):
     embeds = next(name for name in ("inputs_embeds", "input_embeds") if name in given)
     given[embeds] = given[embeds].new_empty(()).expand(rows.batch, rows.length, 1)  # read for its shape
     given["attention_mask"] = rows.attention_mask
-    if "position_ids" in signature.parameters:
+    if given.get("position_ids") is not None:  # by which this model parts documents
         given["position_ids"] = rows.position_ids if rows.documents else None
     return function(**given)
+
+
+def _make_alibi(rows: Rows, function: Callable, attention_mask: Tensor, *args, **kwargs):
+    whole = rows.attention_mask
+    whole = attention_mask.new_ones(rows.batch, rows.length) if whole is None else whole
+    return function(whole.to(attention_mask.device), *args, **kwargs)
 
 
 def _follows_longest_row(module: nn.Module) -> bool:

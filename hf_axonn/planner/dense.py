@@ -54,7 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"packed_qkv": True, "packed_mlp": True},
     "gpt2": GPT | {"packed_qkv": True, "ends_full": True},
     "starcoder2": GPT,
-    "opt": GPT | {"ends_full": True, "divides_rows": False},  # it counts positions from its attention mask
+    "opt": GPT | {"ends_full": True},
 }
 # Which layers have a sliding window where a config has no layer_types, and the window if it does not say.
 WINDOWED: dict[str, tuple[Callable[[int], bool], int]] = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_axonn.architectures.divided_rows import why_rows_stay_whole
+from hf_axonn.architectures.divided_rows import gathering_attentions, why_rows_stay_whole
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan, is_inside, plan_for
@@ -61,6 +61,7 @@ def trace_shape(model: PreTrainedModel) -> ModelShape:
         raise ValueError("it has no decoder layers.")
     layout = choose_layout(model, plan, y=2, requested="auto")
     alone = _alone(model, plan, kinds)
+    whole = alone or plan.full_sequence or gathering_attentions(model, plan)
     probe = probe_layers(model, plan, layers, alone)
     finder = _Finder(model, plan, kinds, set(layout.norms), probe, alone)
     vocab, hidden = table.shape
@@ -71,7 +72,7 @@ def trace_shape(model: PreTrainedModel) -> ModelShape:
         tied=projection is table,
         head_bias=getattr(head, "bias", None) is not None,
         max_positions=getattr(text_config(model), "max_position_embeddings", None) or 0,
-        divides_rows=not (alone or plan.full_sequence or why_rows_stay_whole(model, plan)),
+        divides_rows=not (whole or why_rows_stay_whole(model, plan)),
         centered=any(kind.centered for kind in layout.norms.values()),
         final=(),
         tables=tuple(finder.tables(hidden)),

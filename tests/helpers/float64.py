@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_axonn.certificate.float64 import Float64, error_floor, is_small_float, not_nan, recompute_in_float64
 from hf_axonn.certificate.shards import shard_of
@@ -24,9 +25,10 @@ def checkpointed(model: torch.nn.Module, *, reentrant: bool) -> None:
     # the newer name since Transformers 5.23
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": reentrant})
-    for layer in model.model.layers:
-        for child in layer.children():
-            recompute_in_float64(child)
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            for child in layer.children():
+                recompute_in_float64(child)
 
 
 @torch.no_grad()

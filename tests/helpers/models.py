@@ -38,7 +38,10 @@ def tiny_config(kind: str, **changes):
     kind = "llama" if kind == "smollm2" else kind
     # GPT-2 has no num_key_value_heads: one that it were given would be believed. A head_dim is read where it is given.
     known = AutoConfig.for_model(kind)
+    # Falcon computes it.
+    computed = {name for name in sizes if isinstance(getattr(type(known), name, None), property)}
     sizes = {name: value for name, value in sizes.items() if name == "head_dim" or hasattr(known, name)}
+    sizes = {name: value for name, value in sizes.items() if name not in computed}
     return AutoConfig.for_model(kind, **sizes | changes)
 
 

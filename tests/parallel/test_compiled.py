@@ -124,6 +124,7 @@ def _kinds(grid: Grid) -> None:
     for kind in ("llama", "gpt2", "gemma"):
         assert_equal_to_eager(grid, kind)
     if grid.context > 1:
+        assert_equal_to_eager(grid, "falcon")  # gathers whole rows
         assert_equal_to_eager(grid, "llama", lora=True)
         assert_equal_to_eager(grid, "llama", options={"use_cache": False}, checkpoint=False)
 

@@ -133,12 +133,10 @@ def test_what_divided_rows_do_not_have_is_refused_by_name():
     ("kind", "changes", "reason"),
     [
         ("llama", dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=36), "9 of its 9 heads"),
-        ("bloom", {}, "takes no position_ids"),
+        ("bart", {}, "takes no position_ids"),
         ("mamba", {}, "no causal language model whose layers are known (no block plan for mamba models"),
         ("bamba", MAMBA | dict(z_loss_coefficient=0.1), "z_loss"),
-        ("llama4_text", {}, "numbers positions by itself"),
-        ("gptj", {}, "does not take its attention function from ALL_ATTENTION_FUNCTIONS"),
-        ("opt", {}, "counts positions from its tokens or its attention mask"),
+        ("openai-gpt", {}, "does not make its attention masks by the functions"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused_with_the_reason(kind, changes, reason):

@@ -43,8 +43,8 @@ def test_families_divide_rows_where_a_grid_with_context_takes_them():
         assert known.divides_rows == (not why_rows_stay_whole(model, plan_for(model))), kind
 
 
-@pytest.mark.parametrize(("kind", "divides"), [("mixtral", True), ("qwen3_moe", True), ("opt", False)])
-def test_other_types_divide_rows_where_all_but_attention_works_token_by_token(kind, divides):
+@pytest.mark.parametrize(("kind", "divides"), [("mixtral", True), ("qwen3_moe", True), ("falcon", False)])
+def test_other_types_divide_rows_where_attention_exchanges_heads_and_all_else_works_token_by_token(kind, divides):
     assert shape_of(tiny_config(kind).to_dict()).divides_rows == divides
 
 

@@ -136,6 +136,7 @@ class RowLora:
 
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
         mesh, axes = self.state.mesh, self.row.axes
+        hidden = self.row.take_positions(hidden)
         own, padded = feature_slice(self.a.in_features, mesh, *axes)
         weight = pad_dim(replicated_local(self.a.weight, mesh, axes)[:, own], 1, padded)
         down = F.linear(hidden, weight)

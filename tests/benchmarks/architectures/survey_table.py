@@ -155,7 +155,6 @@ def divided_rows(rows: list[Row], grids: list[str], bound: float) -> str:
 
 def _kind_of(reason: str) -> str:
     """A reason without the names of one model."""
-    reason = re.sub(r"^[\w.]+, a \w+, (does|has|numbers)", r"its attention \1", reason)
     return re.sub(r" \(.*\)$", "", reason.replace("|", "/"))
 
 
