@@ -1,8 +1,9 @@
 """Dropout masks that are keyed by who owns what.
 
 Ranks that own different samples, tokens, features or heads must drop independently; ranks that repeat the same work
-must drop the same. Every rank draws a seed from its global generator, which all ranks have in the same state (Trainer
-and `set_seed` see to that), and mixes in its coordinates on the axes that divide the work. A checkpointed layer draws
+must drop the same: also ranks of context, in modules that gather whole rows. Every rank draws a seed from its global
+generator, which all ranks have in the same state (Trainer and `set_seed` see to that), and mixes in its coordinates on
+the axes that divide the work. A checkpointed layer draws
 the same seed when it is recomputed, and a resumed run continues where the generator stood.
 """
 
@@ -30,10 +31,11 @@ def mix(*values: int) -> int:
 
 
 @contextlib.contextmanager
-def keyed_random(state: ParallelState, axes: tuple[str, ...]) -> Iterator[None]:
-    """Let random numbers inside differ along data, z and `axes`, and agree along the others. No communication.
+def keyed_random(state: ParallelState, axes: tuple[str, ...], *, tokens: tuple[str, ...] = TOKENS) -> Iterator[None]:
+    """Let random numbers inside differ along `tokens` and `axes`, and agree along the others. No communication.
 
-    Nested uses derive their seed from the outer one and not from the generator, which is out of step inside.
+    `tokens` are data and z, or `ROWS` where all ranks of context work on the same whole rows. Nested uses derive their
+    seed from the outer one and not from the generator, which is out of step inside.
     """
     context = state.context
     outer = context.random_seed
@@ -42,7 +44,7 @@ def keyed_random(state: ParallelState, axes: tuple[str, ...]) -> Iterator[None]:
         seed = int(torch.randint(2**62, (), device="cpu"))
     else:
         seed = mix(outer, context.count_random())
-    coordinates = [state.coordinates[axis] for axis in (*TOKENS, *axes)]
+    coordinates = [state.mesh.index(axis) for axis in (*tokens, *axes)]
     device = state.mesh.device
     # fork_rng puts the generators back, so that ranks are in step again afterwards.
     devices = [] if device.type == "cpu" else [device]
@@ -56,14 +58,19 @@ def _device_type(device: torch.device) -> str:
 
 
 def install_dropout(
-    state: ParallelState, module: nn.Module, axes: tuple[str, ...], active: Callable[[], bool]
+    state: ParallelState,
+    module: nn.Module,
+    axes: tuple[str, ...],
+    active: Callable[[], bool],
+    *,
+    tokens: tuple[str, ...] = TOKENS,
 ) -> None:
     """Let a module's forward use `keyed_random` in training wherever `active()`."""
 
     def forward(original: Callable, *args, **kwargs):
         if not (module.training and active()):
             return original(*args, **kwargs)
-        with keyed_random(state, axes):
+        with keyed_random(state, axes, tokens=tokens):
             return original(*args, **kwargs)
 
     patch_forward(module, forward)

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from hf_axonn.architectures.divided_rows import why_heads_stay
 from hf_axonn.architectures.feature_layout import LayoutChoice
 from hf_axonn.architectures.parameter_reads import find_readers
-from hf_axonn.architectures.plan import BlockPlan, ShardingPlan
+from hf_axonn.architectures.plan import BlockPlan, ShardingPlan, is_inside
 from hf_axonn.architectures.weight_kinds import vocabulary_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss, output_embedding, text_config
+from hf_axonn.distributed.mesh import ROWS, TOKENS
 from hf_axonn.engine.dtensors import distribute_parameter, shard_placements
 from hf_axonn.engine.four_bit import elements_of
 from hf_axonn.engine.linears import is_conv1d, is_linear
@@ -76,7 +78,7 @@ def install_layers(
     _install_vocabulary(model, plan, state)
     for block in plan.blocks:
         _install_block(model, block, state)
-    _install_dropout(model, state)
+    _install_dropout(model, plan, state)
     _install_experts(model, state)
     _install_linears(model, kinds, state)
     _install_gathered(model, kinds, state)
@@ -184,14 +186,18 @@ def _install_heads(state: ShardedModel, attention: nn.Module, heads: Heads, bloc
         patch_forward(attention, forward)
 
 
-def _install_dropout(model: nn.Module, state: ShardedModel) -> None:
+def _install_dropout(model: nn.Module, plan: ShardingPlan, state: ShardedModel) -> None:
+    whole = [
+        name for name in plan.full_sequence if why_heads_stay(model.get_submodule(name))
+    ]  # on every rank of context
     for name, module in model.named_modules():
         attributes = dropout_names(module)
         if attributes:
             axes = state.axes(name)
             if axes and any(re.search("hidden|resid", word) for word in (name, *attributes)):
                 axes = ("x", "y")  # what a block drops after its row layer are tokens
-            state.install(module, functools.partial(_keyed_dropout, state, axes, attributes))
+            tokens = ROWS if is_inside(name, whole) else TOKENS
+            state.install(module, functools.partial(_keyed_dropout, state, axes, tokens, attributes))
 
 
 def _install_experts(model: nn.Module, state: ShardedModel) -> None:
@@ -246,8 +252,10 @@ def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, s
                 )
 
 
-def _keyed_dropout(state: ShardedModel, axes: tuple[str, ...], names: list[str], module: nn.Module) -> None:
-    install_dropout(state, module, axes, probability(module, *names))
+def _keyed_dropout(
+    state: ShardedModel, axes: tuple[str, ...], tokens: tuple[str, ...], names: list[str], module: nn.Module
+) -> None:
+    install_dropout(state, module, axes, probability(module, *names), tokens=tokens)
 
 
 def _why_replicated(module: nn.Module) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, OPTConfig, ProphetNetConfig
+from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, ProphetNetConfig
 
 from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.layers.dropout import keyed_random, mix
@@ -101,6 +103,39 @@ def _model() -> None:
         copies = gathered(again)
         assert all(torch.equal(copies[0], value) for value in copies) == repeats
         assert_recomputed_alike(model, batch)
+
+
+def test_ranks_of_context_drop_alike_where_they_repeat_whole_rows_alone():
+    run_ranks(_context, 4)
+
+
+def _context() -> None:
+    """CodeGen's attention runs on whole rows, GPT-2's exchanges heads; the MLPs of both have this rank's positions."""
+    grid = Grid(z=4, context=2)
+    for kind, repeats in (("codegen", {"attn.attn_dropout", "attn.resid_dropout"}), ("gpt2", set())):
+        config = AutoConfig.for_model(
+            kind, vocab_size=131, n_embd=48, n_layer=1, n_head=4, rotary_dim=4, resid_pdrop=0.5, attn_pdrop=0.5
+        )
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+        model, _ = parallelize(model, grid)
+        dropped = {}
+
+        def note(name, dropped, _module, _args, output):
+            dropped[name] = output == 0
+
+        for name, module in model.transformer.h[0].named_modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.register_forward_hook(functools.partial(note, name, dropped))
+        torch.manual_seed(3)
+        model(**tiny_batch(4, 8))
+        assert len(dropped) >= 2 and repeats <= dropped.keys()
+        rank = dist.get_rank()
+        for name, mask in dropped.items():
+            masks = gathered(mask.float())
+            for other in range(4):
+                same = other == rank or (other // 2 == rank // 2 and name in repeats)
+                assert torch.equal(masks[rank], masks[other]) == same, (kind, name, rank, other)
 
 
 def test_recomputed_layers_draw_what_they_drew_inside_of_other_dropouts():

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.compat.bitsandbytes import is_four_bit
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
 from hf_axonn.distributed.collectives import broadcast_all
-from hf_axonn.distributed.mesh import STAGE
+from hf_axonn.distributed.mesh import ROWS, STAGE, TOKENS
 from hf_axonn.engine.dtensors import distribute_parameter, shard_placements
 from hf_axonn.engine.report import Entry
 from hf_axonn.layers.base import Reader, Replicated, patch_forward
@@ -136,6 +136,7 @@ def _lora(state: ShardedModel, names: dict, name: str, layer: nn.Module, base: n
     # A Linear that gets the full sequence by itself has its adapter outside of that, on this rank's tokens.
     axes = state.axes(name.rpartition(".")[0]) if name in state.full_sequence else state.axes(name)
     output = output_of(state, base, axes)
+    tokens = ROWS if getattr(state.sharded_layers.get(base), "gathers_rows", False) else TOKENS
     for adapter, a in layer.lora_A.items():
         if not state.claim(a):
             continue
@@ -156,7 +157,7 @@ def _lora(state: ShardedModel, names: dict, name: str, layer: nn.Module, base: n
                     state.set_head(defers=False)  # PEFT changes the logits, so they are formed
         for module in layer.lora_dropout[adapter].modules():
             if found := dropout_names(module):
-                install_dropout(state, module, dropped, probability(module, *found))
+                install_dropout(state, module, dropped, probability(module, *found), tokens=tokens)
     if layer.lora_embedding_A:
         tables = (layer.lora_embedding_A, layer.lora_embedding_B)
         _replicate(state, names, *tables)
