@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from packaging.version import Version
@@ -88,6 +88,20 @@ def record_outputs(model: nn.Module) -> None:
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
     maybe_install_capturing_hooks(cast("PreTrainedModel", model))
+
+
+def find_routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """Yield the modules whose logits a model can record as `router_logits`, each with their place in its output."""
+    recorders: list[Any] = []
+    for module in model.modules():
+        found = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
+        recorders += found if isinstance(found, list) else [found]
+    for module in model.modules():
+        for recorder in recorders:
+            kind = getattr(recorder, "target_class", recorder)
+            if isinstance(kind, type) and isinstance(module, kind):
+                yield module, getattr(recorder, "index", 1)
+                break
 
 
 def is_read(module: nn.Module) -> None:

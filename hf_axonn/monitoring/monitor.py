@@ -8,6 +8,7 @@
     peak_reserved_gib              on CUDA: what its allocator holds
     goodput                        seconds of steps over all seconds since the training began, restarts included
     seconds_KIND                   all seconds so far by what they went to (KINDS)
+    experts/...                    of a mixture of experts: how evenly tokens go to them (expert_balance.py)
 
 A token is a place of `input_ids` that `attention_mask` does not leave out. Ranks that share samples count once, rows
 that fill up a short batch of a pipeline never.
@@ -34,6 +35,7 @@ from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.documents import document_fields, find_document_ids, positions_in_document
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
+from hf_axonn.monitoring.expert_balance import ExpertBalance, balance_numbers
 from hf_axonn.monitoring.waits import WaitTimer
 from hf_axonn.planner.machine import peak_tflops as peak_of
 from hf_axonn.planner.shapes import ModelShape
@@ -87,6 +89,7 @@ class Monitor:
         self._peak, self._shape = _peak_and_shape(model, self._device, peak_tflops)
         self._trained = num_parameters(model, only_trainable=True) / num_parameters(model)
         self._waits = WaitTimer(self._device) if state is not None and state.grid.size > 1 else None
+        self._balance, self._steps = ExpertBalance(model, self._device), 0
         self._measure_next = True
         self._warm, self._between_steps, self._done = False, False, PROGRESS.done
         self._counted = torch.zeros(2, dtype=torch.int64, device=self._device)
@@ -135,19 +138,22 @@ class Monitor:
     def log(self) -> dict[str, float]:
         """Return the numbers since the last log; unknown ones are absent.
 
-        Every rank must call it. Collectives: two all-reduces over the world, of four numbers and of one or two.
+        Every rank must call it. Collectives: those of `ExpertBalance.take`, and two all-reduces over the world, of six
+        numbers and of up to four.
         """
         self._notice_end()
+        balance, steps = self._balance.take(self._world), self._steps
+        self._steps = 0
         waits = self._waits.take() if self._waits is not None else (0.0, 0.0)
         peaks = _peak_memory(self._device)
-        sums = torch.tensor([0.0, 0.0, *waits], dtype=torch.float64, device=self._device)
+        sums = torch.tensor([0.0, 0.0, *waits, *balance.sums], dtype=torch.float64, device=self._device)
         sums[:2] = self._counted
-        most = torch.tensor([*peaks.values()], dtype=torch.float64, device=self._device)
+        most = torch.tensor([*peaks.values(), *balance.most], dtype=torch.float64, device=self._device)
         world = 1
         if self._world is not None:
             world = self._world.size()
             sums, most = reduce_(sums, self._world), reduce_(most, self._world, op="max")
-        tokens, squares, waited, whole = sums.tolist()
+        tokens, squares, waited, whole, *routed = sums.tolist()
         self.lap(STEP)
         spent = self._seconds[STEP] + self._seconds[DATA] - self._logged
         self._logged += spent
@@ -164,7 +170,10 @@ class Monitor:
             self._tell_no_tokens()
         if whole:
             found["exposed_communication"] = waited / whole
-        return found | dict(zip(peaks, most.tolist(), strict=True)) | self.goodput()
+        *highest, expert, rank = most.tolist()
+        self._balance.warn(balance, rank, steps)
+        found |= balance_numbers(expert, rank, *routed)
+        return found | dict(zip(peaks, highest, strict=True)) | self.goodput()
 
     def goodput(self) -> dict[str, float]:
         """Return `goodput`, and the seconds of each kind. No communication: by the clock of this rank."""
@@ -206,6 +215,7 @@ class Monitor:
     def step_ends(self) -> None:
         """Note that the step has ended."""
         self._warm = self._between_steps = True
+        self._steps += 1
         self._done = PROGRESS.done
         if self._waits is not None:
             self._waits.stop()
