@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from hf_axonn.architectures.block_checks import GLOBAL_SIZES, head_counts
 from hf_axonn.architectures.plan import plan_for
@@ -92,10 +92,9 @@ def test_code_that_reads_a_number_of_the_whole_model_is_not_trusted(monkeypatch)
 
 
 def test_what_is_not_listed_has_no_plan():
-    assert "bitnet" in TABLE and "bitnet" not in CHECKED
-    assert plan_for(unplanned_model()).reason.startswith("no block plan for bitnet models")
+    assert plan_for(unplanned_model()).reason.startswith("no block plan for unlisted models")
     assert plan_for(torch.nn.Linear(2, 2)).reason.startswith("no block plan for Linear")
 
 
 def test_every_checked_type_is_one_of_transformers():
-    assert CHECKED <= set(AutoModelForCausalLM._model_mapping._model_mapping)
+    assert CHECKED <= set(CONFIG_MAPPING)

@@ -173,7 +173,7 @@ class StepAccount:
                 sent, arriving = exchanged_features(linear.rows, segments, heads, self.place)
                 ledger.add("forward", "exchange", axes, self.tokens * sent * self.step.compute_bytes)
                 ledger.add("backward", "exchange", axes, self.tokens * arriving * self.step.compute_bytes)
-        for _, centered in block.head_norms:
+        for _, centered in block.inner_norms:
             self.add_statistics(ledger, axes, self.tokens, centered)
         if block.query and grid.context > 1:  # ContextAttention: to whole rows of fewer heads, and back
             for features in context_features(block, grid):
