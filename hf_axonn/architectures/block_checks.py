@@ -7,6 +7,7 @@ and that every parameter belongs to a module. No communication, no change to the
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 from dataclasses import replace
 
@@ -55,6 +56,7 @@ def fit(spec: BlockSpec, layer: nn.Module) -> BlockSpec | None:
     Attention may lack projections of keys and values: those of values are its keys then, or both are those of another
     layer. And it may have a gate beside them.
     """
+    spec = _without_patterns(spec, layer)
     missing = [name for name in spec.columns if not has_module(layer, name)]
     optional = spec.is_attention and all(spec.columns[name] == ("kv",) for name in missing)
     if not all(has_module(layer, name) for name in (*spec.latent, spec.row)) or (missing and not optional):
@@ -65,6 +67,18 @@ def fit(spec: BlockSpec, layer: nn.Module) -> BlockSpec | None:
         columns |= {name: ("query",) for name in gates if has_module(layer, name)}
     borrows = bool(missing) and not any("kv" in parts for parts in columns.values())
     return replace(spec, columns=columns, borrows=borrows)
+
+
+def _without_patterns(spec: BlockSpec, layer: nn.Module) -> BlockSpec:
+    patterns = [name for name in (*spec.columns, *spec.latent) if "*" in name]
+    if not patterns:
+        return spec
+    modules = [name for name, _ in layer.named_modules()]
+    listed = {pattern: fnmatch.filter(modules, pattern) for pattern in patterns}
+    columns = {each: parts for name, parts in spec.columns.items() for each in listed.get(name, [name])}
+    return replace(
+        spec, columns=columns, latent=tuple(each for name in spec.latent for each in listed.get(name, [name]))
+    )
 
 
 def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | None:

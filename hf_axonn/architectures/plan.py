@@ -112,8 +112,8 @@ class ShardingPlan:
         """Return why the layers cannot be divided into stages, each with hidden states of the one before alone; else
         nothing."""
         if self.borrows:
-            return "its attention takes keys and values of other layers"
-        return f"its layers take {self.per_token[0]} beside the hidden states" if self.per_token else ""
+            return "attention takes keys and values of other layers"
+        return f"its layers take {self.per_token[0]} beside them" if self.per_token else ""
 
     def summary(self) -> str:
         """Return one line for the report."""

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One attention or MLP; names are relative to the decoder layer.
+    """One attention or MLP; names are relative to the decoder layer, "a.*.b" stands for each of a list that has a b.
 
     Attributes:
         columns: projection -> what its output consists of, packed parts in order (topology/heads.py). Queries first.
@@ -23,8 +23,8 @@ class BlockSpec:
         is_attention: whether it has heads.
         attributes, arguments: as in plan.BlockPlan.
         grouped: what is divided are kv heads, each together with its query heads.
-        latent: modules inside of it that make full latents of full activations (layers/latent_attention.py), the one
-            whose output ends in the rotary part of the keys first.
+        latent: modules inside of it that make full latents of full activations (layers/latent_attention.py); of
+            attention the one whose output ends in the rotary part of the keys first.
         borrows: whether its keys and values are those of another layer.
     """
 
@@ -55,10 +55,11 @@ def attention(
     return BlockSpec(columns, row, entry or path, True, kinds, tuple(arguments.split()), grouped)
 
 
-def mlp(text: str, *, entry: str = "") -> BlockSpec:
+def mlp(text: str, *, entry: str = "", latent: str = "") -> BlockSpec:
     """Describe an MLP: "mlp: gate_proj up_proj -> down_proj", or "mlp: gate_up=own,own -> down" for a packed one."""
     path, columns, row = _parse(text)
-    return BlockSpec({name: parts or ("own",) for name, parts in columns}, row, entry or path or columns[0][0])
+    parts = {name: parts or ("own",) for name, parts in columns}
+    return BlockSpec(parts, row, entry or path or columns[0][0], latent=tuple(latent.split()))
 
 
 def latent_attention(path: str, query: str) -> BlockSpec:
@@ -85,6 +86,7 @@ def _join(path: str, name: str) -> str:
 _LLAMA = "self_attn: q_proj k_proj v_proj -> o_proj"
 _BART = "self_attn: q_proj k_proj v_proj -> out_proj"
 _GPT2 = "attn: c_attn=query,kv,kv -> c_proj"
+_ADAPTED = "shared_transformer.feed_forward: gate_up_proj=own,own gate_up_proj_adapter_list.*.1=own,own -> down_proj"
 _MOSHI = "self_attn: q_proj.linear k_proj.linear v_proj.linear -> o_proj.linear"
 _BLOOM = "self_attention: query_key_value=query -> dense"
 _MPT = "attn: Wqkv=query,kv,kv -> out_proj"
@@ -138,7 +140,7 @@ FAMILIES: dict[str, tuple[BlockSpec, ...] | Callable[[Any], tuple[BlockSpec, ...
     ),
     "zamba2": (
         attention("shared_transformer.self_attn: q_proj k_proj v_proj -> o_proj"),
-        mlp("shared_transformer.feed_forward: gate_up_proj=own,own -> down_proj"),
+        mlp(_ADAPTED, latent="shared_transformer.feed_forward.gate_up_proj_adapter_list.*.0"),
     ),
     "recurrent_gemma": (
         attention("temporal_block: q_proj k_proj v_proj -> o_proj"),
@@ -202,22 +204,23 @@ CHECKED = frozenset(
         "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "bart", "beam", "bert",
         "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet", "blenderbot", "blenderbot-small",
         "bloom", "blt", "camembert", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm",
-        "data2vec-text", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1", "dots3_note",
-        "dots3_note_text", "electra", "emu3_text_model", "ernie", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
-        "falcon", "falcon_h1", "flex_olmo", "flint", "fuyu", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4",
-        "gemma4_text", "gemma4_unified", "gemma4_unified_text", "git", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
-        "glm_moe_dsa", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj",
-        "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium",
-        "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "inkling_text", "internlm3", "iquestcoder",
-        "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4",
-        "llama4_text", "marian", "mbart", "megatron-bert", "mellum", "mimo_v2_flash", "minicpm3", "minimax",
-        "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "mllama_text_model",
-        "modernbert-decoder", "moshi", "moss_transcribe_diarize", "mpt", "musicgen_decoder", "musicgen_melody_decoder",
-        "mvp", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "openai-gpt", "opt",
-        "pegasus", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "plbart", "qwen2", "qwen2_moe", "qwen3",
-        "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "rembert", "roberta",
-        "roberta-prelayernorm", "roc_bert", "roformer", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
-        "trocr", "vaultgemma", "whisper", "xglm", "xlm-roberta", "xlm-roberta-xl", "youtu", "zaya",
+        "data2vec-text", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1",
+        "dots3_note", "dots3_note_text", "electra", "emu3_text_model", "ernie", "ernie4_5", "ernie4_5_moe", "exaone4",
+        "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "flint", "fuyu", "gemma", "gemma2", "gemma3", "gemma3_text",
+        "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "git", "glm", "glm4", "glm4_moe",
+        "glm4_moe_lite", "glm_moe_dsa", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss",
+        "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+        "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "inkling_text", "internlm3",
+        "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama",
+        "llama4", "llama4_text", "longcat_flash", "marian", "mbart", "megatron-bert", "mellum", "mimo_v2_flash",
+        "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral",
+        "mllama_text_model", "modernbert-decoder", "moshi", "moss_transcribe_diarize", "mpt", "musicgen_decoder",
+        "musicgen_melody_decoder", "mvp", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
+        "olmo_hybrid", "olmoe", "openai-gpt", "opt", "pegasus", "persimmon", "phi", "phi3", "phi4_multimodal",
+        "phimoe", "plbart", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma", "rembert", "roberta", "roberta-prelayernorm",
+        "roc_bert", "roformer", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "trocr", "vaultgemma",
+        "whisper", "xglm", "xlm-roberta", "xlm-roberta-xl", "youtu", "zamba", "zamba2", "zaya",
     }
 )  # fmt: skip
 

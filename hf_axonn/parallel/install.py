@@ -143,7 +143,7 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> N
     state.install_copies_by(last, row.install_copy)
     if block.latent:
         install_latent(state, entry, row)
-        if row.axes:
+        if heads and row.axes:
             state.install(model.get_submodule(block.latent[0]), rotary_hook(state, entry, row))
     else:
         state.add_block(entry, columns[0], row)

@@ -271,7 +271,7 @@ def _saved_by_layer(shape: ModelShape, layer: LayerShape, grid: Grid, step: Step
             saved += _saved_by_experts(shape, part, grid, step, gloo)
         elif isinstance(part, UnshardedModule):
             saved += sum(_saved_by_call(call, grid, step) for call in part.calls)
-        elif part.down:
+        elif part.down and part.query:
             saved += _saved_by_latents(part, grid, step)
         elif part.query:
             saved += tokens * shape.hidden / grid.y * step.compute_bytes

@@ -297,7 +297,7 @@ class _Finder:
                 for kind, name in plan.inner_norms.values()
             ),
             down=tuple(linear(name) for name in down),
-            rotary=getattr(self.modules[plan.entry], "qk_rope_head_dim") if down else 0,  # noqa: B009
+            rotary=getattr(self.modules[plan.entry], "qk_rope_head_dim") if down and plan.query else 0,  # noqa: B009
             window=self._window(self.modules[plan.entry]) if plan.query else 0,
         )
 

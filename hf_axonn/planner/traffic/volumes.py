@@ -205,7 +205,8 @@ class StepAccount:
             self.add_weights(ledger, WeightKind.LINEAR if linear in block.down else WeightKind.COLUMN, [linear])
         for linear in block.down:  # FullLinear
             self.add_full_output(ledger, self.tokens * ceil_div(linear.rows, grid.x))
-        pair(ledger, None, "all_reduce", axes, self.tokens * block.rotary)
+        if block.rotary:
+            pair(ledger, None, "all_reduce", axes, self.tokens * block.rotary)
 
     def add_full_input(self, ledger: Ledger, payload: int) -> None:
         """Add the entry of a product whose input is full: its gradient is gathered over y and summed over x."""
