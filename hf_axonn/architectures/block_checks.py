@@ -7,7 +7,9 @@ and that every parameter belongs to a module. No communication, no change to the
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
+from dataclasses import replace
 
 from torch import nn
 
@@ -35,7 +37,48 @@ GLOBAL_SIZES = {
     "split_size",
     "inner_dim",
 }
+# Projections of attention's input that scale its output: a number for each query head, or for each of its features.
+GATES = ("gate_proj", "g_proj")
 _KNOWN_NORMS: dict = {}  # what norm_kind has found out, by class and numbers
+
+
+def has_module(module: nn.Module, path: str) -> bool:
+    """Return whether a module is found below another one."""
+    try:
+        return isinstance(module.get_submodule(path), nn.Module)
+    except AttributeError:
+        return False
+
+
+def fit(spec: BlockSpec, layer: nn.Module) -> BlockSpec | None:
+    """Return a spec as a layer has it, None if it does not.
+
+    Attention may lack projections of keys and values: those of values are its keys then, or both are those of another
+    layer. And it may have a gate beside them.
+    """
+    spec = _without_patterns(spec, layer)
+    missing = [name for name in spec.columns if not has_module(layer, name)]
+    optional = spec.is_attention and all(spec.columns[name] == ("kv",) for name in missing)
+    if not all(has_module(layer, name) for name in (*spec.latent, spec.row)) or (missing and not optional):
+        return None
+    columns = {name: parts for name, parts in spec.columns.items() if name not in missing}
+    if spec.is_attention:
+        gates = (f"{spec.entry}.{name}" for name in GATES)
+        columns |= {name: ("query",) for name in gates if has_module(layer, name)}
+    borrows = bool(missing) and not any("kv" in parts for parts in columns.values())
+    return replace(spec, columns=columns, borrows=borrows)
+
+
+def _without_patterns(spec: BlockSpec, layer: nn.Module) -> BlockSpec:
+    patterns = [name for name in (*spec.columns, *spec.latent) if "*" in name]
+    if not patterns:
+        return spec
+    modules = [name for name, _ in layer.named_modules()]
+    listed = {pattern: fnmatch.filter(modules, pattern) for pattern in patterns}
+    columns = {each: parts for name, parts in spec.columns.items() for each in listed.get(name, [name])}
+    return replace(
+        spec, columns=columns, latent=tuple(each for name in spec.latent for each in listed.get(name, [name]))
+    )
 
 
 def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | None:
@@ -82,6 +125,9 @@ def head_counts(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> tuple[in
         values = [name for name in spec.columns if name.rpartition(".")[2].startswith("v_")]
         if len(values) == 1:
             counts = (row_in // width, linear_size(layer.get_submodule(values[0]))[0] // width)
+    groups = getattr(entry, "num_key_value_groups", None)
+    if isinstance(groups, int) and groups > 0 and counts[0] % groups == 0 and not spec.grouped:
+        counts = (counts[0], counts[0] // groups)  # layers with numbers of kv heads of their own
     units = {"query": counts[0], "kv": counts[1]}
     for name, segments in spec.columns.items():
         size, total = linear_size(layer.get_submodule(name))[0], sum(units.get(kind, 1) for kind in segments)
@@ -90,22 +136,25 @@ def head_counts(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> tuple[in
     return counts if counts[0] and counts[1] and row_in % counts[0] == 0 and counts[0] % counts[1] == 0 else None
 
 
-def head_norms(layer: nn.Module, spec: BlockSpec) -> dict[str, tuple[NormKind, int]]:
-    """Return norms inside of attention over all features of q or of k, by name; those of one head are left out."""
-    found: dict[str, tuple[NormKind, int]] = {}
-    if not spec.is_attention or spec.latent:
+def inner_norms(layer: nn.Module, spec: BlockSpec) -> dict[str, tuple[NormKind, str]]:
+    """Return norms inside of a block over features that are divided, by name: what they are, and of which projection
+    they normalize the output (q, k) or, if it is the row layer, the input. Norms of one head are left out."""
+    found: dict[str, tuple[NormKind, str]] = {}
+    if spec.latent:
         return found
-    columns = list(spec.columns)
+    projections = {name for name in (*spec.columns, spec.row)}
+    taken = set().union(*(_inside(layer, name) for name in projections))
     for child, module in layer.get_submodule(spec.entry).named_children():
-        letter = child[:2]
-        named = [index for index, name in enumerate(columns) if name.rpartition(".")[2][:2] == letter]
-        if letter not in ("q_", "k_") or len(named) != 1 or any(module in _inside(layer, name) for name in columns):
+        named = [name for name in spec.columns if name.rpartition(".")[2][:2] == child[:2]]
+        before = child[:2] in ("q_", "k_") and spec.is_attention
+        if module in taken or (before and len(named) != 1):
             continue
-        size = linear_size(layer.get_submodule(columns[named[0]]))[0]
+        projection = named[0] if before else spec.row
+        size = linear_size(layer.get_submodule(projection))[0 if before else 1]
         if any(parameter.shape == (size,) for parameter in module.parameters()):
             kind = norm_kind(module, size, _KNOWN_NORMS)
             if kind is not None:
-                found[f"{spec.entry}.{child}"] = (kind, named[0])
+                found[f"{spec.entry}.{child}"] = (kind, projection)
     return found
 
 
@@ -116,7 +165,7 @@ def _inside(layer: nn.Module, name: str) -> set[nn.Module]:
 def _unknown_parameters(entry: nn.Module, spec: BlockSpec, layer: nn.Module, query: int) -> str | None:
     """Describe parameters of a block that are of no projection or head, nor one for each head, nor single numbers."""
     known = [_inside(layer, name) for name in (*spec.columns, *spec.latent, spec.row)]
-    known += [_inside(layer, name) for name in head_norms(layer, spec)]
+    known += [_inside(layer, name) for name in inner_norms(layer, spec)]
     own = () if entry in (module for inner in known for module in inner) else entry.parameters(recurse=False)
     if any(parameter.shape[:1] != (query,) for parameter in own):
         return "it has parameters that are not one for each head"

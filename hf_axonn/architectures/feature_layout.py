@@ -76,6 +76,8 @@ def _search(model: nn.Module, plan: ShardingPlan) -> tuple[int, str | None, dict
     if plan.reason or plan.full_sequence or not plan.blocks:
         some = next(iter(plan.full_sequence), None)
         return 0, plan.reason or (f"{some} needs full sequences" if some else "it has no blocks"), norms
+    if plan.per_token:
+        return 0, f"its layers take {plan.per_token[0]} of whole tokens", norms
     sizes = [linear_size(model.get_submodule(block.row))[0] for block in plan.blocks]
     for block in plan.blocks:
         for name in block.columns:

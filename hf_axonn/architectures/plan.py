@@ -15,14 +15,21 @@ change to the model.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from hf_axonn.architectures.block_checks import block_problem, head_counts, head_norms
-from hf_axonn.architectures.table import CHECKED, LAYERS_OUTPUT_IS_RESHAPED, BlockSpec, block_specs
+from hf_axonn.architectures.block_checks import block_problem, fit, has_module, head_counts, inner_norms
+from hf_axonn.architectures.table import (
+    CHECKED,
+    LAYERS_OUTPUT_IS_RESHAPED,
+    PER_TOKEN_ARGUMENTS,
+    BlockSpec,
+    block_specs,
+)
 from hf_axonn.compat.bitsandbytes import is_four_bit
 from hf_axonn.compat.transformers import output_embedding, text_config
 from hf_axonn.layers.moe import is_experts
@@ -45,8 +52,9 @@ class BlockPlan:
         attributes: of the entry, which hold a number of the full model and are to be made this rank's: name ->
             "query" or "kv"; a name like config.x is set on a copy of the module's config.
         arguments: of the entry, whose first dim is batch x query heads, or query heads.
-        latent: as in table.BlockSpec.
-        head_norms: norms over all features of a projection: their name -> what they are, and which of `columns`.
+        latent, borrows: as in table.BlockSpec.
+        inner_norms: norms over all features that a column layer returns or the row layer gets: their name -> what they
+            are, and the name of that layer.
     """
 
     entry: str
@@ -58,7 +66,8 @@ class BlockPlan:
     attributes: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     latent: tuple[str, ...] = ()
-    head_norms: dict[str, tuple[NormKind, int]] = field(default_factory=dict)
+    borrows: bool = False
+    inner_norms: dict[str, tuple[NormKind, str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -72,6 +81,7 @@ class ShardingPlan:
             needs the full sequence.
         blocks: the attention and MLP blocks.
         full_sequence: names of modules in the layers that get the full sequence, with the reason.
+        per_token: names of arguments of the layers that have values for each token, as hidden states have.
         reason: why the model is sharded Linear by Linear; None where it is not.
         begins, ends: whether the first and the last of `layers` are those of the model; not so on some stages of a
             pipeline.
@@ -82,6 +92,7 @@ class ShardingPlan:
     final: list[str] | None = field(default_factory=list)
     blocks: list[BlockPlan] = field(default_factory=list)
     full_sequence: dict[str, str] = field(default_factory=dict)
+    per_token: tuple[str, ...] = ()
     reason: str | None = None
     begins: bool = True
     ends: bool = True
@@ -91,6 +102,18 @@ class ShardingPlan:
         if self.reason or not is_inside(name, self.layers):
             return True
         return is_inside(name, self.full_sequence) or any(name in block.latent for block in self.blocks)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether some attention has the keys and values of another layer."""
+        return any(block.borrows for block in self.blocks)
+
+    def why_undivided(self) -> str:
+        """Return why the layers cannot be divided into stages, each with hidden states of the one before alone; else
+        nothing."""
+        if self.borrows:
+            return "attention takes keys and values of other layers"
+        return f"its layers take {self.per_token[0]} beside them" if self.per_token else ""
 
     def summary(self) -> str:
         """Return one line for the report."""
@@ -132,15 +155,29 @@ def derive(model: nn.Module, model_type: str) -> ShardingPlan:
         return ShardingPlan(
             reason="no attention or MLP of this model can be sharded as a block: every Linear on its own"
         )
+    if plan.borrows and not _lends_alike(plan):
+        return ShardingPlan(
+            reason="attention has keys of another layer, whose heads may be divided otherwise: every Linear on its own"
+        )
+    arguments = {name for layer in layers for name in inspect.signature(type(layer).forward).parameters}
+    plan.per_token = tuple(name for name in PER_TOKEN_ARGUMENTS if name in arguments)
     plan.final = _final(model, decoder, list_name, model_type)
     return plan
+
+
+def _lends_alike(plan: ShardingPlan) -> bool:
+    """Return whether attention that has the keys and values of another layer finds there the heads of its rank: all
+    attention is divided, and some layer with keys of its own has the same numbers of heads."""
+    attention = [block for block in plan.blocks if block.query]
+    lenders = {(block.query, block.kv) for block in attention if not block.borrows}
+    return len(attention) >= len(plan.layers) and all((block.query, block.kv) in lenders for block in attention)
 
 
 def _layer_lists(model: nn.Module, specs: list[BlockSpec]) -> Iterator[tuple[str, nn.ModuleList]]:
     """Yield lists of layers in which a spec finds its row layer, or experts are found."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module):
-            if any(_has(layer, spec.row) for layer in module for spec in specs) or _has_experts(module[-1]):
+            if any(has_module(layer, spec.row) for layer in module for spec in specs) or _has_experts(module[-1]):
                 yield name, module
 
 
@@ -148,19 +185,12 @@ def _has_experts(module: nn.Module) -> bool:
     return any(is_experts(inner) for inner in module.modules())
 
 
-def _has(module: nn.Module, path: str) -> bool:
-    try:
-        return isinstance(module.get_submodule(path), nn.Module)
-    except AttributeError:
-        return False
-
-
 def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Module, specs: list[BlockSpec]) -> None:
     problems: dict[str, str] = {}
     inside: set[str] = set()  # entries, and rows and columns that lie outside of them
     for spec in specs:
-        named = (*spec.columns, *spec.latent, spec.row)
-        if spec.entry in inside or not all(_has(layer, path) for path in named):
+        spec = fit(spec, layer)
+        if spec is None or spec.entry in inside:
             continue
         problem = block_problem(model, layer, spec)
         if problem:
@@ -178,7 +208,11 @@ def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Modul
                 attributes=spec.attributes,
                 arguments=spec.arguments,
                 latent=tuple(f"{name}.{path}" for path in spec.latent),
-                head_norms={f"{name}.{path}": found for path, found in head_norms(layer, spec).items()},
+                borrows=spec.borrows,
+                inner_norms={
+                    f"{name}.{path}": (kind, f"{name}.{projection}")
+                    for path, (kind, projection) in inner_norms(layer, spec).items()
+                },
             )
         )
         inside |= {spec.entry, spec.row, *spec.columns}
@@ -190,15 +224,18 @@ def _needs_full_sequence(module: nn.Module, prefix: str, planned: set[str]) -> I
     """Yield the outermost modules that are neither planned nor per token."""
     for child_name, child in module.named_children():
         path = f"{prefix}{child_name}"
-        if path in planned or is_per_token(child):
+        if path in planned or is_per_token(child) or is_experts(child):
             continue
-        if is_experts(child):
-            continue
-        around = any(other.startswith(f"{path}.") for other in planned)
-        if around or _has_experts(child):
+        around = any(other.startswith(f"{path}.") for other in planned) or isinstance(child, nn.ModuleList)
+        if around or any(is_experts(inner) or is_per_token_experts(inner) for inner in child.modules()):
             yield from _needs_full_sequence(child, f"{path}.", planned)
         else:
             yield path
+
+
+def is_per_token_experts(module: nn.Module) -> bool:
+    """Return whether a module has experts of a form of its own, whose weights are gathered to this rank's tokens."""
+    return type(module).__name__.endswith("Experts")
 
 
 def is_per_token(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One attention or MLP; names are relative to the decoder layer.
+    """One attention or MLP; names are relative to the decoder layer, "a.*.b" stands for each of a list that has a b.
 
     Attributes:
         columns: projection -> what its output consists of, packed parts in order (topology/heads.py). Queries first.
@@ -23,8 +23,9 @@ class BlockSpec:
         is_attention: whether it has heads.
         attributes, arguments: as in plan.BlockPlan.
         grouped: what is divided are kv heads, each together with its query heads.
-        latent: modules inside of it that make full latents of full activations (layers/latent_attention.py), the one
-            whose output ends in the rotary part of the keys first.
+        latent: modules inside of it that make full latents of full activations (layers/latent_attention.py); of
+            attention the one whose output ends in the rotary part of the keys first.
+        borrows: whether its keys and values are those of another layer.
     """
 
     columns: dict[str, tuple[str, ...]]
@@ -35,6 +36,7 @@ class BlockSpec:
     arguments: tuple[str, ...] = ()
     grouped: bool = False
     latent: tuple[str, ...] = ()
+    borrows: bool = False
 
 
 def attention(
@@ -53,10 +55,11 @@ def attention(
     return BlockSpec(columns, row, entry or path, True, kinds, tuple(arguments.split()), grouped)
 
 
-def mlp(text: str, *, entry: str = "") -> BlockSpec:
+def mlp(text: str, *, entry: str = "", latent: str = "") -> BlockSpec:
     """Describe an MLP: "mlp: gate_proj up_proj -> down_proj", or "mlp: gate_up=own,own -> down" for a packed one."""
     path, columns, row = _parse(text)
-    return BlockSpec({name: parts or ("own",) for name, parts in columns}, row, entry or path or columns[0][0])
+    parts = {name: parts or ("own",) for name, parts in columns}
+    return BlockSpec(parts, row, entry or path or columns[0][0], latent=tuple(latent.split()))
 
 
 def latent_attention(path: str, query: str) -> BlockSpec:
@@ -83,6 +86,8 @@ def _join(path: str, name: str) -> str:
 _LLAMA = "self_attn: q_proj k_proj v_proj -> o_proj"
 _BART = "self_attn: q_proj k_proj v_proj -> out_proj"
 _GPT2 = "attn: c_attn=query,kv,kv -> c_proj"
+_ADAPTED = "shared_transformer.feed_forward: gate_up_proj=own,own gate_up_proj_adapter_list.*.1=own,own -> down_proj"
+_MOSHI = "self_attn: q_proj.linear k_proj.linear v_proj.linear -> o_proj.linear"
 _BLOOM = "self_attention: query_key_value=query -> dense"
 _MPT = "attn: Wqkv=query,kv,kv -> out_proj"
 _PHI3 = "self_attn: qkv_proj=query,kv,kv -> o_proj"
@@ -115,14 +120,36 @@ def _gpt_bigcode(config: Any) -> tuple[BlockSpec, ...]:
 # Architectures without a tensor-parallel plan in transformers 5.23, and those whose plan says too little.
 # Model types of the family: its blocks, or a function of the config that gives them.
 FAMILIES: dict[str, tuple[BlockSpec, ...] | Callable[[Any], tuple[BlockSpec, ...]]] = {
-    "bitnet diffllama emu3 gpt_oss hunyuan_v1_dense recurrent_gemma": (attention(_LLAMA), _GATED),
-    "stablelm mllama": (attention(_LLAMA, "num_heads num_key_value_heads=kv"), _GATED),
+    "bitnet diffllama emu3_text_model gpt_oss hunyuan_v1_dense": (attention(_LLAMA), _GATED),
+    "stablelm mllama_text_model": (attention(_LLAMA, "num_heads num_key_value_heads=kv"), _GATED),
     "bamba falcon_h1 jamba": (attention(_LLAMA), _FEED_FORWARD),
     "glm glm4": (attention(_LLAMA), _PACKED),
-    "phi3": (attention(_PHI3, "config.num_attention_heads num_key_value_heads=kv"), _PACKED),
+    "phi3 phi4_multimodal": (attention(_PHI3, "config.num_attention_heads num_key_value_heads=kv"), _PACKED),
+    "nemotron_h": (
+        attention("mixer: q_proj k_proj v_proj -> o_proj"),
+        mlp("mixer: up_proj -> down_proj"),
+        mlp("mixer.shared_experts: up_proj -> down_proj"),
+    ),
+    "longcat_flash": (
+        *(latent_attention(f"self_attn.{index}", "q_b_proj") for index in range(2)),
+        *(mlp(f"mlps.{index}: gate_proj up_proj -> down_proj") for index in range(2)),
+    ),
+    "zamba": (
+        attention("shared_transf.self_attn: q_proj k_proj v_proj -> o_proj"),
+        mlp("shared_transf.feed_forward: gate_proj up_proj -> down_proj"),
+    ),
+    "zamba2": (
+        attention("shared_transformer.self_attn: q_proj k_proj v_proj -> o_proj"),
+        mlp(_ADAPTED, latent="shared_transformer.feed_forward.gate_up_proj_adapter_list.*.0"),
+    ),
+    "recurrent_gemma": (
+        attention("temporal_block: q_proj k_proj v_proj -> o_proj"),
+        mlp("mlp_block: gate_proj up_proj -> down_proj"),
+    ),
+    "dbrx": (attention("norm_attn_norm.attn: Wqkv=query,kv,kv -> out_proj", "hidden_size num_key_value_heads=kv"),),
     "lfm2": (attention(_BART), _W1_W3),
     "bart bigbird_pegasus biogpt blenderbot blenderbot-small marian mbart "
-    "musicgen musicgen_melody pegasus plbart prophetnet": (attention(_BART), _FC),
+    "musicgen_decoder musicgen_melody_decoder pegasus plbart prophetnet": (attention(_BART), _FC),
     "opt whisper": (attention(_BART, "num_heads"), _FC),
     "xglm mvp": (attention(_BART, "num_heads embed_dim"), _FC),
     "trocr": (_FC,),
@@ -134,13 +161,18 @@ FAMILIES: dict[str, tuple[BlockSpec, ...] | Callable[[Any], tuple[BlockSpec, ...
     "codegen": (_FC_IN,),
     "gpt_neox": (attention("attention: query_key_value=query -> dense"), _4H),
     "gpt_neox_japanese": (attention("attention: query_key_value=query -> dense", "num_attention_heads"), _4H),
-    "persimmon": (attention("self_attn: query_key_value=query -> dense", "num_heads"), _4H),
+    "fuyu persimmon": (attention("self_attn: query_key_value=query -> dense", "num_heads"), _4H),
     "bloom": (attention(_BLOOM, "num_heads hidden_size", arguments="alibi"), _4H),
     "falcon": _falcon,
     "mpt": (attention(_MPT, "n_heads", arguments="position_bias"), mlp("ffn: up_proj -> down_proj")),
-    "modernbert-decoder": (mlp("mlp: Wi=own,own -> Wo"),),
-    "bert bert-generation big_bird camembert data2vec-text electra ernie git megatron-bert rembert roberta "
-    "roc_bert roformer xlm-roberta xlm-roberta-xl xmod": (_BERT, mlp(_DENSE, entry="intermediate")),
+    "modernbert-decoder": (attention("attn: q_proj k_proj v_proj -> Wo"), mlp("mlp: Wi=own,own -> Wo")),
+    "moshi": (attention(_MOSHI, "num_heads num_key_value_heads=kv"), mlp("mlp: fc1=own,own -> fc2")),
+    "bert bert-generation big_bird camembert data2vec-text electra ernie roberta roc_bert xlm-roberta "
+    "xlm-roberta-xl xmod": (_BERT, mlp(_DENSE, entry="intermediate")),
+    "git megatron-bert rembert roformer": (
+        attention(_SELF, "all_head_size", entry="attention.self"),
+        mlp(_DENSE, entry="intermediate"),
+    ),
     "roberta-prelayernorm": (_BERT, mlp(_DENSE)),  # a norm comes before it
 }
 TABLE = {model_type: blocks for family, blocks in FAMILIES.items() for model_type in family.split()}
@@ -152,37 +184,43 @@ _USUAL = (
     latent_attention("self_attn", "q_proj"),
     _FEED_FORWARD,
     mlp("shared_mlp: gate_proj up_proj -> down_proj"),
+    mlp("shared_mlp: input_linear=own,own -> output_linear"),
     mlp("mlp.shared_expert: gate_proj up_proj -> down_proj"),
     mlp("mlp.shared_experts: gate_proj up_proj -> down_proj"),
+    mlp("mlp.shared_experts: gate_up_proj=own,own -> down_proj"),
     mlp("mlp.shared_mlp: gate_proj up_proj -> down_proj"),
     mlp("block_sparse_moe.shared_expert: gate_proj up_proj -> down_proj"),
     mlp("feed_forward.shared_expert: gate_proj up_proj -> down_proj"),
     _W1_W3,
 )
 
+# Arguments of decoder layers with values for each token, [B, S, .], that the layers use as they use hidden states.
+PER_TOKEN_ARGUMENTS = ("per_layer_input", "original_hidden_states")
 # Their decoders reshape the last layer's output to [B, S, H].
 LAYERS_OUTPUT_IS_RESHAPED = ("codegen", "gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo", "gptj")
 # Model types whose plan tests/benchmarks/architectures/survey.py has compared with one process on every kind of grid.
 CHECKED = frozenset(
     {
         "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "bart", "beam", "bert",
-        "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "blt",
-        "camembert", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "data2vec-text",
-        "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1", "dots3_note", "dots3_note_text",
-        "electra", "emu3", "ernie", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1",
-        "flex_olmo", "flint", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_unified", "gemma4_unified_text",
-        "git", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "got_ocr2", "gpt-sw3", "gpt2",
-        "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe",
-        "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
-        "hy_v3", "hyperclovax", "inkling_text", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear",
-        "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4", "llama4_text", "marian", "mbart",
-        "megatron-bert", "mellum", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral",
-        "ministral3", "mistral", "mixtral", "mllama", "modernbert-decoder", "moss_transcribe_diarize", "mpt", "mvp",
-        "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "openai-gpt", "opt", "pegasus",
-        "persimmon", "phi", "phi3", "phimoe", "plbart", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
-        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "rembert", "roberta", "roberta-prelayernorm",
+        "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet", "blenderbot", "blenderbot-small",
+        "bloom", "blt", "camembert", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm",
+        "data2vec-text", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1",
+        "dots3_note", "dots3_note_text", "electra", "emu3_text_model", "ernie", "ernie4_5", "ernie4_5_moe", "exaone4",
+        "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "flint", "fuyu", "gemma", "gemma2", "gemma3", "gemma3_text",
+        "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "git", "glm", "glm4", "glm4_moe",
+        "glm4_moe_lite", "glm_moe_dsa", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss",
+        "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+        "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "inkling_text", "internlm3",
+        "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama",
+        "llama4", "llama4_text", "longcat_flash", "marian", "mbart", "megatron-bert", "mellum", "mimo_v2_flash",
+        "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral",
+        "mllama_text_model", "modernbert-decoder", "moshi", "moss_transcribe_diarize", "mpt", "musicgen_decoder",
+        "musicgen_melody_decoder", "mvp", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
+        "olmo_hybrid", "olmoe", "openai-gpt", "opt", "pegasus", "persimmon", "phi", "phi3", "phi4_multimodal",
+        "phimoe", "plbart", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma", "rembert", "roberta", "roberta-prelayernorm",
         "roc_bert", "roformer", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "trocr", "vaultgemma",
-        "whisper", "xglm", "xlm-roberta", "xlm-roberta-xl", "youtu", "zaya",
+        "whisper", "xglm", "xlm-roberta", "xlm-roberta-xl", "youtu", "zamba", "zamba2", "zaya",
     }
 )  # fmt: skip
 

@@ -25,7 +25,11 @@ from hf_axonn.topology.heads import (
 
 
 class HeadExchange:
-    """The features of one projection's output [N] that this rank works on. Arguments as heads.feature_ranges."""
+    """The features of one projection's output [N] that this rank works on. Arguments as heads.feature_ranges.
+
+    Attributes:
+        counts: the number of features, without padding, that each rank along the axes works on.
+    """
 
     def __init__(self, size: int, segments: Sequence[str], heads: Heads | None, mesh: GridMesh) -> None:
         self.mesh = mesh
@@ -33,6 +37,11 @@ class HeadExchange:
         self.is_slice = is_own_slice(size, segments, heads, mesh)
         found = feature_ranges(size, segments, heads, mesh)
         self.padded = [part.padded for part in found]
+        ranks = (mesh.move(self.axes, index) for index in range(mesh.size(*self.axes)))
+        self.counts = tuple(
+            sum(len(run) for part in feature_ranges(size, segments, heads, rank) for run in part.ranges)
+            for rank in ranks
+        )
         needed = [[feature for run in part.ranges for feature in run] for part in found]
         self.indices = [self._tensor(features) for features in needed]
         if self.is_slice or not self.axes:

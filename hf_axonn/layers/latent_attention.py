@@ -5,6 +5,8 @@
     q_b, kv_b      from the full latents to the heads of this rank (`LatentColumnParallel`)
     o              a row layer as in any attention
 
+An MLP that makes a narrow latent beside its own projections, for low-rank terms of theirs, is sharded in the same way.
+
 The rotary part of kv_a's output is used with every rank's own heads, so its gradient is a sum over them.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.

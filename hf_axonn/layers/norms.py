@@ -227,23 +227,22 @@ def result_dtype(
     return known[key]
 
 
-class HeadNorm:
-    """A norm over the features of all heads, inside of attention. Local [B, S, own features] -> the same.
+class InnerNorm:
+    """A norm over features that a block divides, as those of all heads. Local [B, S, own features] -> the same.
 
     A kv head that several ranks work on counts as often on every rank, and so do all others: means over the repeated
     features are means over the heads, and the gradients of the copies add up to that of the head.
 
     Args:
-        exchange: the features of the projection before it that this rank works on.
-    Collectives: those at the top of this file, over the axes that divide the heads.
+        exchange: the features that this rank works on, of the projection before it or for the one after it.
+    Collectives: those at the top of this file, over the axes that divide the features.
     """
 
     def __init__(self, state: ParallelState, module: nn.Module, kind: NormKind, exchange: HeadExchange) -> None:
         self.state, self.module, self.kind, self.exchange = state, module, kind, exchange
         mesh, self.axes = state.mesh, exchange.axes
-        ranks = mesh.size(*self.axes)
-        self.shards = FeatureShards((exchange.size,) * ranks, mesh.index(*self.axes), mesh.group(*self.axes))
-        self.repeated = replace(kind, size=exchange.size * ranks)
+        self.shards = FeatureShards(exchange.counts, mesh.index(*self.axes), mesh.group(*self.axes))
+        self.repeated = replace(kind, size=sum(exchange.counts))
         self._dtypes: dict[tuple, torch.dtype] = {}
         patch_forward(module, self._forward)
 
@@ -257,4 +256,4 @@ class HeadNorm:
         if name is None:
             return None
         full = replicated_local(self.module._parameters[name], self.state.mesh, self.axes)
-        return self.exchange.take(full)
+        return self.exchange.take(full)[: self.shards.counts[self.shards.index]]

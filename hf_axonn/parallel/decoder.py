@@ -17,6 +17,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,8 @@ def install_decoder(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -
     for layer in layers:
         last = plan.ends and layer is layers[-1]
         end = None if not last else "tokens" if plan.final is not None else "full"
-        patch_forward(layer, functools.partial(_layer, state, layer, plan.begins and layer is layers[0], end))
+        first = plan.begins and layer is layers[0]
+        patch_forward(layer, functools.partial(_layer, state, plan, inspect.signature(layer.forward), first, end))
     for name in plan.full_sequence:
         state.install(
             model.get_submodule(name),
@@ -54,25 +56,57 @@ def install_decoder(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -
 
 
 def _layer(
-    state: ShardedModel, layer: nn.Module, first: bool, end: str | None, original: Callable, /, *args, **kwargs
+    state: ShardedModel,
+    plan: ShardingPlan,
+    signature: inspect.Signature,
+    first: bool,
+    end: str | None,
+    original: Callable,
+    /,
+    *args,
+    **kwargs,
 ):
-    """Run a decoder layer: the first takes this rank's tokens, the last returns `tokens` or gathers `full` ones."""
+    """Run a decoder layer: the first takes this rank's tokens, the last returns `tokens` or gathers `full` ones.
+
+    Raises:
+        RuntimeError: hidden states leave it in another shape: its code has combined them with values of all tokens.
+    """
+    hidden, args, kwargs = split_hidden_states(args, kwargs)
     if first:
-        hidden, args, kwargs = split_hidden_states(args, kwargs)
         hidden = state.as_residual(hidden)
-        state.context.enter_layers(state.tokens_of(hidden))
-        if state.context.tokens.sharded:
-            hidden = take_tokens(hidden, state.context.tokens, state.mesh)
-        args = (hidden, *args)
+        tokens = state.tokens_of(hidden)
+        if plan.borrows and not torch.is_grad_enabled():
+            # The decoder may drop tokens between layers where nobody asks for their logits.
+            tokens = replace(tokens, sharded=False, features=0)
+        state.context.enter_layers(tokens)
+        if tokens.sharded:
+            hidden = take_tokens(hidden, tokens, state.mesh)
+    tokens, mesh = state.context.tokens, state.mesh
+    args = (hidden, *args)
+    if plan.per_token and tokens.sharded:
+        given = signature.bind(*args, **kwargs)
+        values = {name: given.arguments[name] for name in plan.per_token if given.arguments.get(name) is not None}
+        given.arguments |= {name: take_tokens(value, tokens, mesh) for name, value in values.items()}
+        args, kwargs = given.args, given.kwargs
     output = original(*args, **kwargs)
     if state.residual_dtype is not None:
         output = _map_first(output, state.as_residual)
-    tokens, mesh = state.context.tokens, state.mesh
+    if tokens.sharded:
+        _map_first(output, functools.partial(_check_shape, hidden.shape))
     if end == "full" and tokens.sharded:
         return _map_first(output, lambda hidden: gather_tokens(hidden, tokens, mesh))
     if end == "tokens" and tokens.sharded and tokens.features:
         return _map_first(output, lambda hidden: features_to_tokens(hidden, tokens.features, mesh))
     return output
+
+
+def _check_shape(shape: torch.Size, hidden: Tensor) -> Tensor:
+    if hidden.shape != shape:
+        raise RuntimeError(
+            f"a decoder layer got hidden states {list(shape)}, this rank's tokens, and returned {list(hidden.shape)}: "
+            "it has combined them with an argument that has values for all tokens, which is not supported."
+        )
+    return hidden
 
 
 def _map_first(output, function: Callable):

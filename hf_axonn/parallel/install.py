@@ -22,15 +22,16 @@ from hf_axonn.compat.transformers import has_causal_lm_loss, output_embedding, t
 from hf_axonn.distributed.mesh import ROWS, TOKENS
 from hf_axonn.engine.dtensors import distribute_parameter, shard_placements
 from hf_axonn.engine.four_bit import elements_of
-from hf_axonn.engine.linears import is_conv1d, is_linear
+from hf_axonn.engine.linears import is_conv1d, is_linear, linear_size
 from hf_axonn.engine.report import Entry
 from hf_axonn.layers.base import FullLinear, Replicated, patch_forward
 from hf_axonn.layers.block import ColumnParallel, RowParallel
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.gathered import GatheredParameters
+from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.layers.latent_attention import LatentColumnParallel, install_latent, rotary_hook
 from hf_axonn.layers.moe import experts_layer, is_experts
-from hf_axonn.layers.norms import FeatureNorm, HeadNorm
+from hf_axonn.layers.norms import FeatureNorm, InnerNorm
 from hf_axonn.layers.vocabulary import Embedding, Head
 from hf_axonn.losses.router_aux import install_router_loss
 from hf_axonn.losses.shares import install_shares
@@ -144,7 +145,7 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> N
     state.install_copies_by(last, row.install_copy)
     if block.latent:
         install_latent(state, entry, row)
-        if row.axes:
+        if heads and row.axes:
             state.install(model.get_submodule(block.latent[0]), rotary_hook(state, entry, row))
     else:
         state.add_block(entry, columns[0], row)
@@ -243,13 +244,17 @@ def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, s
     for module, kind in layout.norms.items():
         state.install(module, functools.partial(FeatureNorm, state, kind=kind))
     for block in plan.blocks:
-        for name, (kind, index) in block.head_norms.items():
-            column = state.sharded_layers[model.get_submodule(block.columns[index])]
-            exchange = column.exchange_of(model.get_submodule(block.columns[index]))
-            if column.axes:
-                state.install(
-                    model.get_submodule(name), functools.partial(HeadNorm, state, kind=kind, exchange=exchange)
-                )
+        for name, (kind, projection) in block.inner_norms.items():
+            linear, heads = model.get_submodule(projection), state.heads_of(block)
+            layer = state.sharded_layers[linear]
+            if projection == block.row:
+                parts = ("query",) if heads else ("own",)
+                exchange = HeadExchange(linear_size(linear)[1], parts, heads, state.mesh)
+            else:
+                exchange = layer.exchange_of(linear)
+            if layer.axes:
+                install = functools.partial(InnerNorm, state, kind=kind, exchange=exchange)
+                state.install(model.get_submodule(name), install)
 
 
 def _keyed_dropout(

@@ -271,14 +271,14 @@ def _saved_by_layer(shape: ModelShape, layer: LayerShape, grid: Grid, step: Step
             saved += _saved_by_experts(shape, part, grid, step, gloo)
         elif isinstance(part, UnshardedModule):
             saved += sum(_saved_by_call(call, grid, step) for call in part.calls)
-        elif part.down:
+        elif part.down and part.query:
             saved += _saved_by_latents(part, grid, step)
         elif part.query:
             saved += tokens * shape.hidden / grid.y * step.compute_bytes
             saved += _saved_by_attention(shape, part, grid, step)
         else:
             inner = part.row.cols
-            saved += (3 if part.gated else 1) * tokens * inner / parts * step.compute_bytes
+            saved += ((3 if part.gated else 1) + len(part.inner_norms)) * tokens * inner / parts * step.compute_bytes
             into_row = inner / (parts if step.lora else grid.x)
             saved += tokens * (shape.hidden / grid.y + into_row) * step.compute_bytes
         if step.lora and isinstance(part, BlockShape):
@@ -303,8 +303,10 @@ def _saved_by_attention(shape: ModelShape, block: BlockShape, grid: Grid, step: 
     saved = (query + block.value_features + kv) * tokens / parts * repeat * compute
     if grid.context > 1:
         saved = tokens * _saved_over_context(block, grid) * compute
-    if block.head_norms:
+    if any(index is not None for index, _ in block.inner_norms):
         saved += (query + kv / 2) * tokens / parts * repeat * compute
+    if any(index is None for index, _ in block.inner_norms):
+        saved += block.value_features * tokens / parts * repeat * compute
     if grid.y > 1:
         saved += tokens * block.value_features / grid.x * compute
     if (block.packed or grid.y > 1) and not shape.tables and block.kv % parts == 0 and grid.context == 1:

@@ -39,7 +39,8 @@ class BlockShape:
             (topology/heads.py).
         row: the projection that ends it.
         query, kv: numbers of heads; 0 for an MLP.
-        head_norms: norms over all features of a projection: which of `columns`, and whether it is a LayerNorm.
+        inner_norms: norms over all features that one of `columns` returns (its number) or that the row layer gets
+            (None), and whether each is a LayerNorm.
         down: latent attention: the Linears that make latents of full activations.
         rotary: latent attention: features of a latent that go to every head.
         window: tokens that attention looks back over at most (sliding window); 0: all before.
@@ -50,7 +51,7 @@ class BlockShape:
     row: LinearShape
     query: int = 0
     kv: int = 0
-    head_norms: tuple[tuple[int, bool], ...] = ()
+    inner_norms: tuple[tuple[int | None, bool], ...] = ()
     down: tuple[LinearShape, ...] = ()
     rotary: int = 0
     window: int = 0

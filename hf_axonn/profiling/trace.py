@@ -293,9 +293,12 @@ class _Finder:
             row=linear(plan.row),
             query=plan.query,
             kv=plan.kv,
-            head_norms=tuple((index, kind.centered) for kind, index in plan.head_norms.values()),
+            inner_norms=tuple(
+                (None if name == plan.row else plan.columns.index(name), kind.centered)
+                for kind, name in plan.inner_norms.values()
+            ),
             down=tuple(linear(name) for name in down),
-            rotary=getattr(self.modules[plan.entry], "qk_rope_head_dim") if down else 0,  # noqa: B009
+            rotary=getattr(self.modules[plan.entry], "qk_rope_head_dim") if down and plan.query else 0,  # noqa: B009
             window=self._window(self.modules[plan.entry]) if plan.query else 0,
         )
 

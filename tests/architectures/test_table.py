@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from hf_axonn.architectures.block_checks import GLOBAL_SIZES, head_counts
-from hf_axonn.architectures.plan import plan_for
+from hf_axonn.architectures.plan import derive, plan_for
 from hf_axonn.architectures.table import CHECKED, TABLE
 from tests.benchmarks.architectures import tiny_configs
 from tests.benchmarks.architectures.survey import BOUND, prepare, survey_grid
 from tests.benchmarks.architectures.tiny_configs import HIDDEN, SIZES
+from tests.benchmarks.architectures.tiny_configs import tiny_model as surveyed_model
 from tests.helpers.models import tiny_model, unplanned_model
 
 
@@ -92,10 +93,36 @@ def test_code_that_reads_a_number_of_the_whole_model_is_not_trusted(monkeypatch)
 
 
 def test_what_is_not_listed_has_no_plan():
-    assert "bitnet" in TABLE and "bitnet" not in CHECKED
-    assert plan_for(unplanned_model()).reason.startswith("no block plan for bitnet models")
+    assert plan_for(unplanned_model()).reason.startswith("no block plan for unlisted models")
     assert plan_for(torch.nn.Linear(2, 2)).reason.startswith("no block plan for Linear")
 
 
 def test_every_checked_type_is_one_of_transformers():
-    assert CHECKED <= set(AutoModelForCausalLM._model_mapping._model_mapping)
+    assert CHECKED <= set(CONFIG_MAPPING)
+
+
+def test_attention_may_have_keys_of_another_layer_where_that_divides_its_heads_alike():
+    model = surveyed_model("gemma4_text")
+    plan = derive(model, "gemma4_text")
+    attention = [block for block in plan.blocks if block.query]
+    assert [block.borrows for block in attention] == [False, False, True, True]
+    assert [(block.query, block.kv) for block in attention] == [(4, 2), (4, 1)] * 2
+    assert attention[1].segments == (("query",), ("kv",))  # its values are its keys
+    assert plan.per_token == ("per_layer_input",) and "other layers" in plan.why_undivided()
+    model.model.layers[1].self_attn.extra = torch.nn.Linear(4, 4)
+    assert derive(model, "gemma4_text").reason.startswith("attention has keys of another layer")
+
+
+def test_layers_have_numbers_of_kv_heads_of_their_own():
+    plan = derive(surveyed_model("mimo_v2_flash"), "mimo_v2_flash")
+    assert [(block.query, block.kv) for block in plan.blocks if block.query] == [(4, 2), (4, 4), (4, 2)]
+
+
+def test_norms_before_row_layers_and_gates_of_heads_are_parts_of_blocks():
+    attention, mlp = derive(surveyed_model("bitnet"), "bitnet").blocks[:2]
+    for block, name in ((attention, "attn_sub_norm"), (mlp, "ffn_sub_norm")):
+        ((kind, layer),) = (block.inner_norms[f"{block.entry}.{name}"],)
+        assert layer == block.row and not kind.centered
+    for kind, gate in (("afmoe", "gate_proj"), ("lfm3", "g_proj")):
+        block = next(block for block in derive(surveyed_model(kind), kind).blocks if block.query)
+        assert block.columns[-1].endswith(gate) and block.segments[-1] == ("query",)

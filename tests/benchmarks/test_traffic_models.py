@@ -24,13 +24,14 @@ KINDS = {
     "deepseek_v3": "latent attention, layers that differ",
     "deepseek_v32": "an index without gradients",
     "codegen": "attention on full sequences",
-    "bitnet": "Linear by Linear",
+    "bitnet": "norms over the features that row layers get",
+    "qwen4_exp": "Linear by Linear",
     "bert": "a head with a Linear of its own",
 }
 
 
 # kinds of layers that no other of these has
-REPRESENTATIVES = ("gpt2", "olmo2", "qwen3_moe", "deepseek_v3", "codegen", "bitnet")
+REPRESENTATIVES = ("gpt2", "olmo2", "qwen3_moe", "deepseek_v3", "codegen", "bitnet", "qwen4_exp")
 
 
 @pytest.mark.filterwarnings("ignore")

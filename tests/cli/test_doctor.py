@@ -222,7 +222,7 @@ def test_ranks_of_context_hold_their_positions_of_a_row(tmp_path, capsys):
 
 
 def test_linear_by_linear_and_types_that_the_formula_does_not_know(tmp_path, capsys):
-    config = tiny_config("bitnet", num_attention_heads=3, num_key_value_heads=3, hidden_size=24, head_dim=8)
+    config = tiny_config("unlisted", num_attention_heads=3, num_key_value_heads=3, hidden_size=24, head_dim=8)
     assert main(write(tmp_path, config, grid={"x": 2}, processes=2)) == 1
     printed = capsys.readouterr().out
     assert "sharded one by one, model.layers.0.self_attn.q_proj first" in printed

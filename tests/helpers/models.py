@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.devices import rank_device
 
+
+class UnlistedConfig(LlamaConfig):
+    """The configuration of a model type that no table has."""
+
+    model_type = "unlisted"
+
+
+class UnlistedForCausalLM(LlamaForCausalLM):
+    """A Llama under that type."""
+
+    config: UnlistedConfig
+    config_class = UnlistedConfig
+
+
+AutoConfig.register("unlisted", UnlistedConfig)
+AutoModelForCausalLM.register(UnlistedConfig, UnlistedForCausalLM)
 
 BLOCKWISE = ("llama", "smollm2", "mistral", "qwen2", "qwen3")
 
@@ -62,8 +78,8 @@ def tiny_model(kind: str, *, dtype=torch.float64, seed: int = 0, attention: str 
 
 
 def unplanned_model():
-    """A model that has no block plan: BitNet has norms over all features inside of its attention and MLP."""
-    return tiny_model("bitnet", num_attention_heads=3, num_key_value_heads=3, hidden_size=24, head_dim=8)
+    """A model that has no block plan, as nobody has surveyed its type."""
+    return tiny_model("unlisted", num_attention_heads=3, num_key_value_heads=3, hidden_size=24, head_dim=8)
 
 
 def tiny_batch(rows: int, seq: int, vocab: int = 131, seed: int = 3) -> dict[str, torch.Tensor]:

@@ -160,7 +160,7 @@ def test_a_narrow_stream_on_a_grid():
                 assert less == planned(grid, checkpointing) > sizes[checkpointing, True] // 10, (grid, sizes)
         assert same
         assert "the model computes in torch.float32" in said[0] and "the model computes in torch.float16" in said[1]
-        assert "BitNetForCausalLM is sharded Linear by Linear" in said[2]
+        assert "UnlistedForCausalLM is sharded Linear by Linear" in said[2]
         assert "residual_dtype is bfloat16, but mixed_precision is no" in said[3]
 
 

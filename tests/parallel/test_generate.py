@@ -80,7 +80,7 @@ MODELS = {
     "mistral": lambda: tiny_model("mistral").eval(),
     "qwen2": lambda: tiny_model("qwen2").eval(),
     "qwen3": lambda: tiny_model("qwen3").eval(),
-    "bitnet": unplanned,
+    "unlisted": unplanned,
     "adapted llama": adapted_llama,
 }
 
@@ -213,7 +213,7 @@ def _generate_unequally(grids, truths):
 
 UNEQUAL_MODELS = {
     "llama": functools.partial(llama, num_hidden_layers=2),
-    "bitnet": unplanned,
+    "unlisted": unplanned,
     "adapted llama": adapted_llama,
 }
 

@@ -100,7 +100,7 @@ def test_what_needs_whole_sequences_is_noted():
     )
     (note,) = shape.notes
     assert note.startswith("modules that need full sequences (attn) are estimated by their Linears")
-    loose = build_shape(AutoConfig.for_model("bitnet", **SIZES).to_dict())
+    loose = build_shape(AutoConfig.for_model("unlisted", **SIZES).to_dict())
     assert loose.loose and len(loose.notes) == 1 and loose.notes[0].startswith("it is sharded Linear by Linear")
     assert {type(part) for layer, _ in loose.runs for part in layer.parts} == {UnshardedModule}
 

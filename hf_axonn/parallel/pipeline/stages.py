@@ -177,6 +177,11 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
             f"pipe={grid.pipe} divides the decoder layers of a model, but {type(model).__name__} is sharded Linear by "
             f"Linear, and its layers are not known ({plan.reason}): use a grid without pipe."
         )
+    if problem := plan.why_undivided():
+        raise ValueError(
+            f"pipe={grid.pipe} divides the decoder layers of a model, and a stage gets hidden states alone of the one "
+            f"before, but {problem}: use a grid without pipe for {type(model).__name__}."
+        )
     listed = state.config.stage_layers
     costs, head_cost = _costs(model, plan)
     ranges = as_listed(listed, len(costs)) if listed else divide_layers(costs, count, last=head_cost)

@@ -173,7 +173,7 @@ class StepAccount:
                 sent, arriving = exchanged_features(linear.rows, segments, heads, self.place)
                 ledger.add("forward", "exchange", axes, self.tokens * sent * self.step.compute_bytes)
                 ledger.add("backward", "exchange", axes, self.tokens * arriving * self.step.compute_bytes)
-        for _, centered in block.head_norms:
+        for _, centered in block.inner_norms:
             self.add_statistics(ledger, axes, self.tokens, centered)
         if block.query and grid.context > 1:  # ContextAttention: to whole rows of fewer heads, and back
             for features in context_features(block, grid):
@@ -205,7 +205,8 @@ class StepAccount:
             self.add_weights(ledger, WeightKind.LINEAR if linear in block.down else WeightKind.COLUMN, [linear])
         for linear in block.down:  # FullLinear
             self.add_full_output(ledger, self.tokens * ceil_div(linear.rows, grid.x))
-        pair(ledger, None, "all_reduce", axes, self.tokens * block.rotary)
+        if block.rotary:
+            pair(ledger, None, "all_reduce", axes, self.tokens * block.rotary)
 
     def add_full_input(self, ledger: Ledger, payload: int) -> None:
         """Add the entry of a product whose input is full: its gradient is gathered over y and summed over x."""

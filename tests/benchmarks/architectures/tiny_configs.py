@@ -102,6 +102,15 @@ INDEXER = dict(
     indexer_compress_ratio=2,
     hc_lowrank=6,
 )
+SHARED_KEYS = dict(
+    global_head_dim=24,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    num_hidden_layers=4,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=2,
+)
+EXPERTS_BESIDE = dict(enable_moe_block=True, num_experts=EXPERTS, top_k_experts=TOP_K, moe_intermediate_size=22)
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_d_head": 24, "attn_layer_indices": [1]},
@@ -133,10 +142,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.9, 0.0, 0.0],
         "intermediate_size": [INTERMEDIATE] * 3,
     },
-    "gemma4": {"text_config": {"global_head_dim": 24}},
-    "gemma4_text": {"global_head_dim": 24},
-    "gemma4_unified": {"text_config": {"global_head_dim": 24}},
-    "gemma4_unified_text": {"global_head_dim": 24},
+    "gemma4": {"text_config": SHARED_KEYS | EXPERTS_BESIDE},
+    "gemma4_text": SHARED_KEYS | EXPERTS_BESIDE,
+    "gemma4_unified": {"text_config": SHARED_KEYS},
+    "gemma4_unified_text": SHARED_KEYS,
     "git": {"vision_config": {"image_size": 32}},
     "granitemoehybrid": {"mamba_d_head": 24, "layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 2},
@@ -144,6 +153,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 6},
     "mamba2": {"head_dim": 24},
     "nemotron": {"num_key_value_heads": KV_HEADS},
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "moe_latent_size": 24,
+    },
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
     "recurrent_gemma": {"num_hidden_layers": 3},
@@ -169,6 +183,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 DRAFTER = "a drafter of another model: it takes that model's keys and values and no labels"
 UNTRAINABLE = {"gemma4_assistant": DRAFTER, "gemma4_unified_assistant": DRAFTER}
+# Types of decoders that are in models of another type.
+DECODER_OF = {
+    "emu3_text_model": "emu3",
+    "mllama_text_model": "mllama",
+    "musicgen_decoder": "musicgen",
+    "musicgen_melody_decoder": "musicgen_melody",
+}
 # The class takes the configuration of a part.
 PART = {"musicgen": "decoder", "musicgen_melody": "decoder"}
 

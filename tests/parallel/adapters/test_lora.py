@@ -30,7 +30,7 @@ def checkpointed(model, *, reentrant):
 
 def case(name, kind, sizes=(), layers=1, **options):
     sizes = dict(sizes, num_hidden_layers=layers)
-    base = unplanned_model if kind == "bitnet" else functools.partial(tiny_model, kind, **sizes)
+    base = unplanned_model if kind == "unlisted" else functools.partial(tiny_model, kind, **sizes)
     steps = 2 if "modules_to_save" in options else 1
     return Adapted(name, base=base, adapter=functools.partial(adapt, **options), steps=steps)
 
@@ -53,7 +53,7 @@ SITUATIONS = [
     case("some layers", "llama", target_modules=["q_proj", "v_proj", "down_proj"]),
     case("the head too", "llama", target_modules=["q_proj", "lm_head"]),
     case("the head too, with dropout", "llama", target_modules=["q_proj", "lm_head"], lora_dropout=1e-14),
-    case("the head too, no block plan", "bitnet", target_modules=["q_proj", "lm_head"]),
+    case("the head too, no block plan", "unlisted", target_modules=["q_proj", "lm_head"]),
     case("the embedding too", "llama", target_modules=["q_proj", "embed_tokens"]),
     case("embedding and head, tied", "smollm2", target_modules=["q_proj", "embed_tokens", "lm_head"]),
     case("embedding and head, DoRA", "llama", use_dora=True, target_modules=["o_proj", "embed_tokens", "lm_head"]),
@@ -65,9 +65,9 @@ SITUATIONS = [
     Adapted("checkpointing", base=LLAMA, before=functools.partial(checkpointed, reentrant=False)),
     Adapted("reentrant checkpointing", base=LLAMA, before=functools.partial(checkpointed, reentrant=True)),
     Adapted("two adapters", base=LLAMA, adapter=two_adapters, steps=2),
-    case("no block plan", "bitnet"),
-    case("no block plan, DoRA", "bitnet", use_dora=True, target_modules=["q_proj", "down_proj"]),
-    case("no block plan, saved whole", "bitnet", target_modules=["q_proj"], modules_to_save=["up_proj"]),
+    case("no block plan", "unlisted"),
+    case("no block plan, DoRA", "unlisted", use_dora=True, target_modules=["q_proj", "down_proj"]),
+    case("no block plan, saved whole", "unlisted", target_modules=["q_proj"], modules_to_save=["up_proj"]),
 ]
 
 
@@ -213,7 +213,7 @@ def test_an_adapted_head_leaves_its_logits_to_the_loss():
 
 SAVED = {
     "llama": functools.partial(adapted_model, "llama", modules_to_save=["norm", "lm_head"]),
-    "bitnet": lambda: adapt(unplanned_model(), target_modules=["q_proj", "down_proj"], modules_to_save=["up_proj"]),
+    "unlisted": lambda: adapt(unplanned_model(), target_modules=["q_proj", "down_proj"], modules_to_save=["up_proj"]),
 }
 
 

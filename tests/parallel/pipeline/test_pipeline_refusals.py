@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hf_axonn import Grid, parallelize
 from hf_axonn.config import AxonnConfig
 from hf_axonn_eval.extraction.work_split import WorkSplit
+from tests.benchmarks.architectures.tiny_configs import tiny_model as surveyed_model
 from tests.helpers.models import tiny_batch, tiny_model, unplanned_model
 from tests.helpers.ranks import refused, run_ranks
 
@@ -37,6 +38,8 @@ def test_settings() -> None:
 def _refusals() -> dict[str, str]:
     grid, found = Grid(pipe=2), {}
     found["no plan"] = refused(parallelize, unplanned_model(), grid)
+    for kind in ("gemma4_text", "zamba"):
+        found[kind] = refused(parallelize, surveyed_model(kind), grid)
     found["layers"] = refused(parallelize, tiny_model("llama", num_hidden_layers=1), grid)
     listed = AxonnConfig(grid=grid, stage_layers=[1, 2])
     found["list"] = refused(parallelize, tiny_model("llama", num_hidden_layers=4), grid, config=listed)
@@ -69,7 +72,9 @@ def test_refusals() -> None:
     first, _ = run_ranks(_refusals, 2, timeout=60)
     wanted = {
         "list": "stage_layers lists 1 + 2 = 3 layers, but the model has 4",
-        "no plan": "pipe=2 divides the decoder layers of a model, but BitNetForCausalLM is sharded Linear by Linear",
+        "no plan": "pipe=2 divides the decoder layers of a model, but UnlistedForCausalLM is sharded Linear by Linear",
+        "gemma4_text": "hidden states alone of the one before, but attention takes keys and values of other layers",
+        "zamba": "hidden states alone of the one before, but its layers take original_hidden_states beside them",
         "layers": "1 layers cannot be divided over 2 stages",
         "token": "outside of the vocabulary of 131",
         "label": "outside of the vocabulary of 131",
