@@ -84,9 +84,6 @@ class _Begin(torch.autograd.Function):
     def forward(ctx, passing, count, *tensors):
         inputs, shards = tensors[:count], tensors[count:]
         ctx.passing, ctx.count = passing, count
-        # A checkpointed layer is run again as far as to the last tensor that was saved: on every rank to here, also
-        # where no token came its way.
-        ctx.save_for_backward(*shards)
         gathered = passing.gather()
         own = {shard.untyped_storage().data_ptr() for shard in shards}
         copied = any(weight.untyped_storage().data_ptr() not in own for weight in gathered)
@@ -108,15 +105,21 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Identity; its backward gathers the weights again where autograd kept only their names."""
+    """Identity; its backward gathers the weights again where autograd kept only their names.
+
+    It saves a tensor and takes it back: a checkpointed layer is recomputed here at the latest, and as far as to here,
+    on every rank, also where no token came its way. The collectives of all ranks are then in one order.
+    """
 
     @staticmethod
     def forward(ctx, passing, total, handle):
         ctx.passing = passing
+        ctx.save_for_backward(handle)
         return total.view_as(total)
 
     @staticmethod
     def backward(ctx, grad):
+        ctx.saved_tensors  # noqa: B018
         for product, version in zip(ctx.passing.products, ctx.passing.versions, strict=True):
             product.check_unchanged(version)
         if ctx.passing.named:
