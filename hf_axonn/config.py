@@ -14,6 +14,7 @@ from typing import Any
 
 from hf_axonn.compat.messages import printed_on_first_rank
 from hf_axonn.topology.axis_order import ORDER, check_order
+from hf_axonn.topology.experts import EXPERTS
 from hf_axonn.topology.grid import SIZES, Grid
 
 
@@ -30,6 +31,7 @@ CHOICES = {
     "reduce_dtype": REDUCE_DTYPES,
     "residual_dtype": RESIDUAL_DTYPES,
     "layout": LAYOUTS,
+    "experts": EXPERTS,
     "save_failure": SAVE_FAILURES,
     "schedule": SCHEDULES,
 }
@@ -77,6 +79,9 @@ class Settings:
             (engine/matmul_tuning.py).
         layout: of the residual stream between blocks, one of LAYOUTS; auto takes feature wherever it is possible
             (y > 1, norms that are RMSNorm or LayerNorm), else token.
+        experts: how tokens and the experts of a mixture meet, one of EXPERTS: with gather an expert lies on one
+            position of (y, x) and is gathered over z, with move it lies whole on one rank of (z, x, y) and tokens
+            travel to it; auto takes move wherever it is possible (topology/experts.py), else gather.
         async_save: whether Trainer's checkpoints are written while training goes on.
         save_failure: what a Trainer does when a checkpoint cannot be saved (a full disk), one of SAVE_FAILURES.
         schedule: when a rank of pipe runs which micro-batch forward and backward, one of SCHEDULES.
@@ -93,6 +98,7 @@ class Settings:
     prefetch: str | int = "layer"
     tune_matmuls: bool = False
     layout: str = "auto"
+    experts: str = "gather"
     async_save: bool = False
     save_failure: str = "stop"
     schedule: str = "1f1b"
@@ -173,8 +179,8 @@ class AxonnConfig(Settings):
 
         Args:
             section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype,
-                residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure, schedule,
-                stages_per_rank, stage_layers, order.
+                residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, experts, async_save, save_failure,
+                schedule, stages_per_rank, stage_layers, order.
             num_processes: number of processes on all machines together, which the grid must have; None: not checked.
         Raises:
             ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.

@@ -16,8 +16,13 @@ from hf_axonn.layers.vocabulary import is_vocabulary
 from hf_axonn.topology.weight_kind import WeightKind
 
 
-def weight_kinds(model: nn.Module, plan: ShardingPlan) -> dict[int, WeightKind]:
-    """Return the kind of each weight, by id of the parameter; parameters that are not in it are replicated."""
+def weight_kinds(
+    model: nn.Module, plan: ShardingPlan, *, experts: WeightKind = WeightKind.EXPERTS
+) -> dict[int, WeightKind]:
+    """Return the kind of each weight, by id of the parameter; parameters that are not in it are replicated.
+
+    `experts`: the kind of the weights of experts (`choose_experts`).
+    """
     modules = dict(model.named_modules())
     kinds: dict[int, WeightKind] = {}
     for block in plan.blocks:
@@ -31,7 +36,7 @@ def weight_kinds(model: nn.Module, plan: ShardingPlan) -> dict[int, WeightKind]:
             other = kinds.get(id(module.weight), WeightKind.LINEAR) != WeightKind.LINEAR
             kinds[id(module.weight)] = WeightKind.REPLICATED if other else WeightKind.LINEAR
     for module in filter(is_experts, modules.values()):
-        kinds |= {id(module._parameters[name]): WeightKind.EXPERTS for name in expert_weights(module)}
+        kinds |= {id(module._parameters[name]): experts for name in expert_weights(module)}
     embedded = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
     kinds = {key: WeightKind.REPLICATED if key in embedded else kind for key, kind in kinds.items()}
     for module in vocabulary:

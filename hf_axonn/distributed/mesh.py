@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_axonn.compat.torch import backend_of, bind_world, high_priority, make_group, unnamed_mesh, world_timeout
 from hf_axonn.distributed.collectives import reduce_
+from hf_axonn.topology.experts import DISPATCH
 from hf_axonn.topology.grid import Grid, GridPosition
 
 
@@ -21,8 +22,11 @@ STAGE = ("data", "z", "x", "y")  # the ranks that have the same layers
 ROWS = ("data", "rows")  # ranks that differ along these see different rows of a batch
 TOKENS = ("data", "z")  # ranks that differ along these see different tokens: other rows, or positions of the same rows
 SAME_SAMPLES = ("pipe", "context", "x", "y")  # ranks that differ along these alone are given the same rows
-# In the order in which all ranks make them.
-GROUPS = (("data",), ("z",), ("x",), ("y",), ("x", "y"), TOKENS, ("pipe",), STAGE, ("context",), ROWS, SAME_SAMPLES)
+# In the order in which all ranks make them; DISPATCH where a model has experts to which tokens travel.
+GROUPS = (
+    *(("data",), ("z",), ("x",), ("y",), ("x", "y"), TOKENS, ("pipe",), STAGE, ("context",), ROWS, SAME_SAMPLES),
+    DISPATCH,
+)
 
 
 class GridMesh(GridPosition):
@@ -31,8 +35,9 @@ class GridMesh(GridPosition):
     Building it is collective over the world: every rank must call it, with the same grid. On NCCL the world gets the
     device of this rank, if `init_process_group` did not get it (one all-reduce over the world). Groups are made once
     for each axis and for the products that the algorithm uses: ("x", "y"), TOKENS, with pipelines pipe, the ranks of a
-    stage and those that share samples, and with context those of context and of ROWS. A rank makes its own groups and
-    does not name those of others, so that the cost does not grow with the world.
+    stage and those that share samples, and with context those of context and of ROWS; that of DISPATCH when a model
+    needs it (`open_group`). A rank makes its own groups and does not name those of others, so that the cost does not
+    grow with the world.
 
     NCCL runs the collectives of a communicator one after the other: the gather of the next weights would wait for the
     reduction of gradients. So there are two communicators over z there, and streams of high priority for all. On gloo,
@@ -60,10 +65,11 @@ class GridMesh(GridPosition):
             reduce_(torch.zeros((), device=self.device), dist.group.WORLD)  # its communicator is there then
             bind_world(self.device)
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
-        unused = {("pipe",): grid.pipe == 1, STAGE: grid.pipe == 1, ("context",): grid.context == 1}
+        alone = grid.pipe == 1
+        unused = {("pipe",): alone, STAGE: alone, ("context",): grid.context == 1, DISPATCH: True}
         for axes in GROUPS:
             if not unused.get(axes):
-                self._groups[axes] = self._find_group(axes) or self._make_group(axes)
+                self.open_group(axes)
         if grid.pipe == 1 and dist.group.WORLD is not None:
             self._groups[STAGE] = dist.group.WORLD  # as it was without pipelines, on NCCL too
         self.reductions = (
@@ -72,8 +78,8 @@ class GridMesh(GridPosition):
 
     def _find_group(self, axes: tuple[str, ...]) -> ProcessGroup | None:
         """Return a group that has the ranks along `axes` already, if any; NCCL's world has no priority, and context
-        would wait there for the weights that are gathered over z."""
-        if self._nccl and axes == ("context",):
+        and tokens on their way to experts would wait there for the weights that are gathered over z."""
+        if self._nccl and axes in (("context",), DISPATCH) and self.grid.z > 1:
             return None
         ranks, world = self.grid.ranks_along(axes, self.rank), dist.group.WORLD
         there = (*self._groups.values(), *((world,) if world is not None and not self._nccl else ()))
@@ -85,6 +91,11 @@ class GridMesh(GridPosition):
         ranks = self.grid.ranks_along(axes, self.rank)
         named = [axis for axis in axes if axis != "context" or self.grid.context > 1]
         return make_group(ranks, f"axonn_{'_'.join(named)}{suffix}", seconds=seconds, options=options)
+
+    def open_group(self, axes: tuple[str, ...]) -> None:
+        """Make the group along `axes` if it is not there. Collective over its ranks, which all do so in one order."""
+        if axes not in self._groups:
+            self._groups[axes] = self._find_group(axes) or self._make_group(axes)
 
     def group(self, *axes: str) -> ProcessGroup:
         """Return the group of ranks that differ from this one along `axes` alone; group ranks ascend by coordinate."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from hf_axonn.engine.gathering import start_gathers
 from hf_axonn.engine.overlap import GatherAhead, GradientSchedule, ReductionQueue, in_backward
 from hf_axonn.engine.rows import Rows
 from hf_axonn.engine.sharded_weight import ShardedWeight
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -60,6 +64,25 @@ class StagePass:
         self.real = rows, columns
 
 
+class FirstRun:
+    """Results of the first run of a checkpointed layer that it uses again when it is recomputed."""
+
+    def __init__(self) -> None:
+        self._results: list[Any] = []
+        self._again: Iterator[Any] | None = None
+
+    def begin_again(self) -> None:
+        """Return the results from the first one on from now on: the layer is recomputed."""
+        self._again = iter(self._results)
+
+    def result(self, make: Callable[[], T]) -> T:
+        """Return `make()` and keep it; when the layer is recomputed what was kept in its place."""
+        if self._again is not None:
+            return next(self._again)
+        self._results.append(make())
+        return self._results[-1]
+
+
 class PassContext:
     """The pass that is under way, or the last one. What is set is set by the method that is named beside it.
 
@@ -78,6 +101,7 @@ class PassContext:
         items_of_all: whether the num_items_in_batch of a pass are those of all ranks, and not of this (data, z) alone
             (`own_items`).
         share_factor: what a loss for num_items_in_batch is multiplied by in this pass (`multiplied_shares`).
+        first_run: of the checkpointed layer that runs (`with_first_run`); None outside of one.
         random_seed, random_count: of the `keyed_random` that is open (`with_seed`, `count_random`).
         stage: of a pipeline that is running (`running`); None outside of them.
         deferred: where backward passes leave the computation of weight gradients (`deferring`); None: they compute
@@ -100,6 +124,7 @@ class PassContext:
         self.share_factor = 1
         self.stage: StagePass | None = None
         self.deferred: list[partial[list[Tensor]]] | None = None
+        self.first_run: FirstRun | None = None
         self.random_seed: int | None = None
         self.random_count = 0
         self.gather_cache = GatherCache()
@@ -165,6 +190,15 @@ class PassContext:
         """Count a nested `keyed_random`, and return its number."""
         self.random_count += 1
         return self.random_count
+
+    def with_first_run(self, first_run: FirstRun) -> AbstractContextManager[None]:
+        """Set `first_run` inside: a checkpointed layer runs, for the first time or again."""
+        return replace_attributes({(self, "first_run"): first_run})
+
+    def once(self, make: Callable[[], T]) -> T:
+        """Return `make()`; in a checkpointed layer that is recomputed what it returned at first. All calls in a layer
+        come in one order."""
+        return make() if self.first_run is None else self.first_run.result(make)
 
     def snapshot(self) -> Callable[[], AbstractContextManager[None]]:
         """Return what puts the rows, the tokens and the seed of now back for the time of a block, when a layer runs

@@ -187,9 +187,14 @@ class Product:
         return [reshaped_result(output, (*leading, output.shape[-1])) for output in outputs]
 
     @property
+    def gathers(self) -> bool:
+        """Return whether the weights are gathered over z."""
+        return self.layouts[0].z > 1
+
+    @property
     def keeps(self) -> bool:
         """Return whether what is gathered now is kept from forward to backward."""
-        if self.state.mesh.size("z") == 1:
+        if not self.gathers:
             return False
         return self._runs_again or all(weight.keep_gathered for weight in self.weights)
 
@@ -209,8 +214,8 @@ class Product:
 
     def gather_blocks(self, dtype: torch.dtype) -> GatheredBlocks:
         """Same as `gather`, with the version of the weights; perhaps 0 without gradients, where it is not compared."""
-        mesh, context = self.state.mesh, self.state.context
-        if mesh.size("z") == 1:
+        context = self.state.context
+        if not self.gathers:
             version = self.version if torch.is_grad_enabled() else 0
             blocks = [weight.block(layout, dtype) for weight, layout in zip(self.weights, self.layouts, strict=True)]
             return GatheredBlocks(blocks, version)
@@ -258,9 +263,9 @@ def gradients_of_shards(
     """Gradients [Q, n, P, k] of this rank's samples -> what a node returns to autograd for the shards.
 
     Launches the reduction over z, promises each result to the slot of its weight (ORS) and returns placeholders. Where
-    z is 1 there is nothing to wait for.
+    z divides no block there is nothing to wait for.
     """
-    if state.mesh.size("z") == 1:
+    if layouts[0].z == 1:
         return [
             grad.to(weight.dtype)
             if layout.is_matrix and layout.divides
@@ -282,8 +287,8 @@ def finish_reduction(pending: Pending, index: int, layout: WeightLayout, dtype: 
 def own_gradient(layout: WeightLayout, flat: Tensor, dtype: torch.dtype) -> Tensor:
     """This rank's gradient of one weight, averaged over z, out of what its shard received: a sum over z."""
     own = layout.own(flat)
-    if layout.z > 1:
-        own = own / layout.z
+    if layout.summed_over > 1:
+        own = own / layout.summed_over
     elif layout.pads:
         own = own.clone()  # or the padding would live as long as the parameter's `.grad`
     return own.to(dtype)

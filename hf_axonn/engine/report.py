@@ -34,6 +34,7 @@ class Report:
         summary: how the model was sharded.
         layout: how the residual stream is laid out between blocks, and why.
         rows: how context divides the positions of rows; empty without it.
+        experts: how tokens and experts meet, and why; empty without experts.
         entries: one for each module that has parameters of its own.
         counted: ids of the parameters in them, while they are written.
     """
@@ -42,6 +43,7 @@ class Report:
     summary: str
     layout: str = ""
     rows: str = ""
+    experts: str = ""
     entries: list[Entry] = field(default_factory=list)
     counted: set[int] = field(default_factory=set, repr=False, compare=False)
 
@@ -66,7 +68,7 @@ class Report:
             counts[key] += 1
             sizes[key] += entry.parameters
         lines = [f"grid {self.grid}: {self.summary}"]
-        lines += [f"  {text}" for text in (self.layout, self.rows) if text]
+        lines += [f"  {text}" for text in (self.layout, self.rows, self.experts) if text]
         for (kind, reason), count in counts.items():
             text = f"{reason}" if kind == WeightKind.REPLICATED else f"{kind}{', ' + reason if reason else ''}"
             mark = "not sharded" if kind == WeightKind.REPLICATED else "sharded"

@@ -82,11 +82,15 @@ class ShardedWeight:
 
     Attributes:
         keep_gathered: whether the gathered weight is kept from forward to backward.
+        stays: whether each rank uses its own shard alone, and nothing is gathered.
     """
 
-    def __init__(self, module: nn.Module, name: str, *, transposed: bool = False, flat: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, *, transposed: bool = False, flat: bool = False, stays: bool = False
+    ) -> None:
         self.module = module
         self.keep_gathered = False
+        self.stays = stays
         self._name = name
         self._transposed = transposed
         self._flat = flat

@@ -118,7 +118,9 @@ class ParallelState:
         """Note what only other stages of a pipeline have, by name."""
         self.elsewhere = counts
 
-    def weight_of(self, module: nn.Module, name: str = "weight", *, flat: bool = False) -> ShardedWeight:
+    def weight_of(
+        self, module: nn.Module, name: str = "weight", *, flat: bool = False, stays: bool = False
+    ) -> ShardedWeight:
         """Return the record of one parameter of a module, one for all modules that share the parameter."""
         key = id(module._parameters[name])
         if key not in self._weight_of_parameter:
@@ -126,7 +128,7 @@ class ParallelState:
                 weight: ShardedWeight = FourBitWeight(module, name, self.mesh)
                 self.four_bit = True
             else:
-                weight = ShardedWeight(module, name, transposed=is_conv1d(module), flat=flat)
+                weight = ShardedWeight(module, name, transposed=is_conv1d(module), flat=flat, stays=stays)
             self._weight_of_parameter[key] = weight
             self.weights.append(self._weight_of_parameter[key])
         return self._weight_of_parameter[key]
@@ -156,7 +158,7 @@ class ParallelState:
         sizes: Counter[str] = Counter()
         for weight, layer in zip(self.weights, layers, strict=True):
             weight.keep_gathered = layer in chosen
-            if layer:
+            if layer and not weight.stays:
                 sizes[layer] += weight.elements
         ahead, prefetch = self.context.gather_ahead, self.config.prefetch
         if isinstance(prefetch, int):

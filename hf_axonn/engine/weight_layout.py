@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
+from hf_axonn.topology.experts import own_experts
 from hf_axonn.topology.local_slices import slices_at
 from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
 
@@ -43,6 +45,11 @@ class WeightLayout:
     def own_rows(self) -> int:
         start, stop = bounds(self.rows, self.z, self.z_index)
         return stop - start
+
+    @property
+    def summed_over(self) -> int:
+        """Number of ranks of z over whose samples a gradient is the sum when its reduction is finished."""
+        return self.z
 
     @cached_property
     def is_matrix(self) -> bool:
@@ -101,12 +108,12 @@ def weight_layout(kind: WeightKind, rows: int, cols: int, mesh: GridMesh, *, ful
     """Return the layout of a weight [N, K] = [rows, cols] on this rank. No communication.
 
     Args:
-        kind: any but EXPERTS (see `ExpertLayout`) and those that every rank holds in full.
+        kind: any but those of experts (see `ExpertLayout`) and those that every rank holds in full.
         full_input: the features of a row layer's input are sharded over x alone.
     Raises:
         ValueError: another kind.
     """
-    if kind in (WeightKind.EXPERTS, WeightKind.REPLICATED, WeightKind.ADAPTER):
+    if kind in (WeightKind.EXPERTS, WeightKind.WHOLE_EXPERTS, WeightKind.REPLICATED, WeightKind.ADAPTER):
         raise ValueError(f"a weight of kind {kind} has no layout of rows and columns.")
     y, x, z = (mesh.size(axis) for axis in ("y", "x", "z"))
     here = (mesh.index("y"), mesh.index("x"))
@@ -144,12 +151,14 @@ def vocabulary_range(size: int, mesh: GridMesh, *, y: int | None = None, x: int 
 class ExpertLayout:
     """The layout of a weight [E, A, B] on this rank, as `WeightLayout` is that of a matrix.
 
-    z shards B: Transformers' loader joins gate and up along A while it reads, so a shard of A would mix the two.
+    z shards B: Transformers' loader joins gate and up along A while it reads, so a shard of A would mix the two. Where
+    z shards E, too (WHOLE_EXPERTS), nothing is gathered, and the rank that has an expert sees the tokens of all z.
 
     Args:
         experts: of this rank, e.
         rows, cols: A and B.
         z, z_index: ranks that divide B, and which of them this is.
+        summed_over: ranks of z over whose samples a gradient is the sum when its reduction, if any, is finished.
     """
 
     experts: int
@@ -157,6 +166,7 @@ class ExpertLayout:
     cols: int
     z: int
     z_index: int
+    summed_over: int
 
     is_matrix = False
 
@@ -202,3 +212,10 @@ class ExpertLayout:
         """[travels] -> the gradient of this rank's shard."""
         start, stop = bounds(self.cols, self.z, self.z_index)
         return reduced.view(self.experts, self.rows, self.z_cols)[..., : stop - start]
+
+
+def expert_layout(shape: Sequence[int], mesh: GridMesh, *, over_z: bool) -> ExpertLayout:
+    """Return the layout of a weight [E, A, B] on this rank; with `over_z` z shards E, else B. No communication."""
+    experts, rows, cols = shape
+    z, index = (1, 0) if over_z else (mesh.size("z"), mesh.index("z"))
+    return ExpertLayout(len(own_experts(experts, mesh, over_z=over_z)), rows, cols, z, index, mesh.size("z"))

@@ -1,19 +1,25 @@
-"""Mixture of experts: the experts of one layer, each on one position of (y, x).
+"""Mixture of experts: the experts of one layer, divided among the ranks.
 
 Transformers keeps the experts of a layer in one module, whose parameters [E, ., .] have a leading dim of experts and
-whose forward takes (hidden states, index of the chosen experts, their weights). E is sharded over y, then x; z
-shards the last dim of what is left, which is gathered for use as everywhere.
+whose forward takes (hidden states, index of the chosen experts, their weights). It does the work here, too, on the
+(token, choice) pairs of this rank's experts and no others. Experts and tokens meet in one of two ways
+(architectures/expert_choice.py):
 
-    residual stream sharded      every rank gathers tokens and choices over (x, y), works on what its own experts are
-                                 chosen for, and the sums go back to the tokens' owners in a reduce-scatter
-    activations full             every rank of (x, y) has all tokens: an all-reduce adds up the experts' sums
+    gather   E is sharded over y, then x; z shards the last dim of what is left, which is gathered for use
+             residual stream sharded   every rank gathers tokens and choices over (x, y), and the sums go back to the
+                                       tokens' owners in a reduce-scatter
+             activations full          every rank of (x, y) has all tokens: an all-reduce adds up the experts' sums
 
-The module's own forward does the work, on the (token, choice) pairs of this rank's experts and no others. How many
-these are the host has to read, for which it waits for a GPU. Where the others are few, in bfloat16, it does not: the
-device sorts all pairs, the others last, and the grouped matmul of Transformers stops before them.
+    move     E is sharded over y, x and z: an expert lies whole on one rank. A token goes once to each rank that has
+             experts which it chose, and one sum comes back (token_routes.py)
+             activations full          each rank of (x, y) sends its share of the tokens, and gathers the sums of all
 
-Source: expert parallelism, Lepikhin et al. 2020 (arXiv 2006.16668), with an all-gather and a reduce-scatter in
-place of its all-to-alls; z as in engine/matmul3d.py.
+How many pairs there are the host has to read, for which it waits for a GPU. Where weights are gathered and the pairs
+of other ranks' experts are few, in bfloat16, it does not: the device sorts all pairs, the others last, and the grouped
+matmul of Transformers stops before them.
+
+Source: expert parallelism, Lepikhin et al. 2020 (arXiv 2006.16668): `move` with its all-to-alls, without padding and
+capacity; `gather` with an all-gather and a reduce-scatter in their place; z as in engine/matmul3d.py.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hf_axonn.compat.transformers import in_groups, multiplies_in_groups
 from hf_axonn.distributed.collectives import (
@@ -35,14 +42,18 @@ from hf_axonn.distributed.collectives import (
     all_to_all,
     gather_replicated,
     reduce_scatter,
+    take_replicated,
 )
-from hf_axonn.engine.activation_layouts import pad_dim
+from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
 from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.matmul3d import Product
 from hf_axonn.engine.state import ParallelState
-from hf_axonn.engine.weight_layout import ExpertLayout, vocabulary_range
+from hf_axonn.engine.weight_layout import expert_layout
 from hf_axonn.layers.base import patch_forward, replaced
 from hf_axonn.layers.expert_weights import call_with_gathered
+from hf_axonn.layers.token_routes import find_routes
+from hf_axonn.topology.experts import DISPATCH, expert_owners, own_experts
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 # Hidden states of pairs that are for other ranks' experts and are taken along rather than read about: some forty
@@ -62,10 +73,10 @@ def is_experts(module: nn.Module) -> bool:
     if any(parameter.dim() < 2 or parameter.shape[0] != experts for parameter in own):
         return False
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    return (len(names) == 3 and names[1] in _CHOICES and names[2] in _WEIGHTS) or _is_called_sorted(module)
+    return (len(names) == 3 and names[1] in _CHOICES and names[2] in _WEIGHTS) or is_called_sorted(module)
 
 
-def _is_called_sorted(module: nn.Module) -> bool:
+def is_called_sorted(module: nn.Module) -> bool:
     """Return whether the hidden states of an experts module are [E * T, H]: all tokens for the first expert, and so
     on."""
     return type(module).__name__ == "Llama4TextExperts"
@@ -78,27 +89,32 @@ def expert_weights(module: nn.Module) -> list[str]:
 
 
 class Experts:
-    """The experts of one layer. Hidden states [T, H], or [B, S, H], and choices [T, K] -> what they were given.
+    """The experts of one layer, gathered over z. Hidden states [T, H], or [B, S, H], and choices [T, K] -> what they
+    were given.
+
+    Attributes:
+        range: the experts of this rank.
+        added: what adapters do to a parameter, by name.
 
     Collectives: all-gather over z of each weight, forward and backward, and reduce-scatter of its gradient; where the
     residual stream is sharded an all-gather over (x, y) of hidden states, choices and their weights and a
     reduce-scatter of the result, else an all-reduce of the result; backward: the conjugate of each.
     """
 
+    whole = False  # whether an expert lies whole on one rank
+
     def __init__(self, state: ParallelState, module: nn.Module) -> None:
         self.state = state
         self.module = module
-        self.range = vocabulary_range(module.num_experts, state.mesh)
+        self.range = own_experts(cast(int, module.num_experts), state.mesh, over_z=self.whole)
         self.signature = inspect.signature(module.forward)
         self.products = {}
-        # What adapters do to a parameter, by name.
         self.added: dict[str, Callable[[Tensor], Tensor]] = {}
         state.add_layer(module, self)
         for name in expert_weights(module):
-            _, rows, cols = module._parameters[name].shape
-            layout = ExpertLayout(len(self.range), rows, cols, state.mesh.size("z"), state.mesh.index("z"))
+            layout = expert_layout(module._parameters[name].shape, state.mesh, over_z=self.whole)
             # One product for each, so that no weight has to be copied out of a gather of several.
-            self.products[name] = Product(state, [state.weight_of(module, name)], [layout])
+            self.products[name] = Product(state, [state.weight_of(module, name, stays=self.whole)], [layout])
         patch_forward(module, self._forward)
 
     def _forward(self, original: Callable, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -108,7 +124,7 @@ class Experts:
         enter = _gather if self._sharded else all_reduce_backward
         flat, weights = enter(flat, group), enter(weights, group)
         choices = _gather(choices, group) if self._sharded else choices
-        chosen = self._unread if self._few_foreign(flat, choices) else functools.partial(self._chosen, original)
+        chosen = self._unread if self._few_foreign(flat, choices) else functools.partial(self._chosen, original, None)
         total = self._with_weights(functools.partial(chosen, choices), flat, weights)
         if self._sharded:
             total = reduce_scatter(total.unflatten(0, (group.size(), -1)), group)
@@ -145,14 +161,19 @@ class Experts:
         own = (choices >= self.range.start) & (choices < self.range.stop)
         return in_groups(self.module, hidden, torch.where(own, choices - self.range.start, len(self.range)), weights)
 
-    def _chosen(self, original: Callable, choices: Tensor, hidden: Tensor, weights: Tensor) -> Tensor:
-        """The sum over this rank's experts, for all tokens [T, H]. The host reads once how many pairs there are."""
+    def _chosen(
+        self, original: Callable, counts: list[int] | None, choices: Tensor, hidden: Tensor, weights: Tensor
+    ) -> Tensor:
+        """The sum over this rank's experts, for all tokens [T, H].
+
+        `counts` is the number of pairs by the place of the choice; None: the host reads it.
+        """
         if not self.range:
             return torch.zeros_like(hidden)
         own = (choices >= self.range.start) & (choices < self.range.stop)
         # Ordered by the place of the choice, so that in one place every token occurs once: the sum is then taken in
         # the same order each time, on a GPU too.
-        counts = own.sum(dim=0).tolist()
+        counts = own.sum(dim=0).tolist() if counts is None else counts
         places, tokens = own.t().nonzero_static(size=sum(counts)).unbind(1)
         total = hidden.new_zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         if len(tokens):
@@ -182,6 +203,56 @@ def _gather(block: Tensor, group) -> Tensor:
     return all_gather(block, group).flatten(0, 1)
 
 
+class MovingExperts(Experts):
+    """The experts of one layer, each whole on one rank of DISPATCH, to which tokens travel. As `Experts`.
+
+    Collectives: over DISPATCH an all-to-all of sizes, which the host reads (neither in a checkpointed layer that is
+    recomputed), exchanges of hidden states and of choices with their weights, and one of results; backward: the
+    conjugate of each exchange. Where activations are full an all-gather over (x, y) of the results; backward: of the
+    gradients of hidden states and weights.
+    """
+
+    whole = True
+
+    def __init__(self, state: ParallelState, module: nn.Module) -> None:
+        super().__init__(state, module)
+        owners = expert_owners(cast(int, module.num_experts), state.grid)
+        rank_of = {expert: rank for rank, experts in enumerate(owners) for expert in experts}
+        self.owners = torch.tensor([rank_of[expert] for expert in sorted(rank_of)], device=state.mesh.device)
+
+    def _forward(self, original: Callable, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        hidden, choices, weights = self.signature.bind(*args, **kwargs).args
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(self.state.compute_dtype(hidden))
+        if self._sharded:
+            total = self._move(original, flat, choices, weights)
+        else:
+            group = self.state.mesh.group("x", "y")
+            count = len(flat)
+            start, stop = bounds(count, group.size(), group.rank())
+            share = ceil_div(count, group.size())
+            flat, weights = (_take_share(value, share, group)[: stop - start] for value in (flat, weights))
+            total = self._move(original, flat, choices[start:stop], weights)
+            total = gather_replicated(pad_dim(total, 0, share), group).flatten(0, 1)[:count]
+        return total.view(hidden.shape).to(hidden.dtype)
+
+    def _move(self, original: Callable, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        """The sum over all experts of each of this rank's tokens, [T, H]."""
+        group = self.state.mesh.group(*DISPATCH)
+        routes = self.state.context.once(lambda: find_routes(choices, self.owners, group))
+        # Choices are numbers up to E, which float32 has exactly.
+        dtype = torch.promote_types(weights.dtype, torch.float32)
+        both = torch.cat([weights.to(dtype), routes.choices.to(dtype)], dim=1)
+        hidden, both = routes.send(hidden, group), routes.send(both, group)
+        arrived, chosen = both.tensor_split(2, dim=1)
+        work = functools.partial(self._chosen, original, routes.pairs, chosen.detach().to(choices.dtype))
+        return routes.send_back(self._with_weights(work, hidden, arrived.to(weights.dtype)), group)
+
+
+def _take_share(value: Tensor, share: int, group: ProcessGroup) -> Tensor:
+    """[T, ...], the same on all ranks -> `share` rows for this rank, zeros behind the last. Backward: all-gather."""
+    return take_replicated(pad_dim(value, 0, share * group.size()).unflatten(0, (group.size(), share)), group)
+
+
 class SortedExperts(Experts):
     """Experts that get all tokens, one expert after another, as Llama 4 has them. [E * T, H] -> [E * T, H].
 
@@ -194,7 +265,7 @@ class SortedExperts(Experts):
         group, own = mesh.group("x", "y"), slice(self.range.start, self.range.stop)
         # Ranks of (x, y) are numbered with y innermost, experts are sharded over y first.
         owners = [
-            vocabulary_range(experts, mesh, y=y, x=x) for x in range(mesh.size("x")) for y in range(mesh.size("y"))
+            own_experts(experts, mesh.move(("x", "y"), place), over_z=False) for place in range(mesh.size("x", "y"))
         ]
         most = max(map(len, owners))
         flat = hidden.view(experts, -1, hidden.shape[-1]).to(self.state.compute_dtype(hidden))
@@ -217,6 +288,8 @@ class SortedExperts(Experts):
         return original(hidden.reshape(-1, hidden.shape[-1])).view(hidden.shape)
 
 
-def experts_layer(module: nn.Module) -> type[Experts]:
-    """The sharded layer of a module that `is_experts`."""
-    return SortedExperts if _is_called_sorted(module) else Experts
+def experts_layer(module: nn.Module, kind: WeightKind) -> type[Experts]:
+    """The sharded layer of a module that `is_experts`, whose weights are of this kind."""
+    if kind == WeightKind.WHOLE_EXPERTS:
+        return MovingExperts
+    return SortedExperts if is_called_sorted(module) else Experts

@@ -27,7 +27,7 @@ from hf_axonn.compat.transformers import find_routers
 from hf_axonn.distributed.collectives import reduce_, world_rank
 from hf_axonn.distributed.mesh import TOKENS
 from hf_axonn.engine.state import ParallelState, parallel_state
-from hf_axonn.layers.moe import Experts, SortedExperts, experts_layer, is_experts
+from hf_axonn.layers.moe import Experts, is_called_sorted, is_experts
 from hf_axonn.losses.causal_lm import widest_float
 
 
@@ -70,7 +70,7 @@ class ExpertBalance:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._state = parallel_state(model)
         found = {name: module for name, module in model.named_modules() if is_experts(module)}
-        self._layers = {name: module for name, module in found.items() if experts_layer(module) is not SortedExperts}
+        self._layers = {name: module for name, module in found.items() if not is_called_sorted(module)}
         numbers: list[int] = [module.num_experts for module in self._layers.values()]  # type: ignore[misc]
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device=device)
         self._counts = torch.zeros(len(numbers), max(numbers, default=0), dtype=torch.int64, device=device)

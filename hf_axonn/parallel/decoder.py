@@ -29,6 +29,7 @@ from hf_axonn.compat.torch import follow_dtype
 from hf_axonn.compat.transformers import checkpoints_in_forward, wrap_checkpointing
 from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
+from hf_axonn.engine.context import FirstRun
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.layers.base import patch_forward, split_hidden_states
 from hf_axonn.losses.router_aux import full_router_logits
@@ -164,7 +165,7 @@ def _keep_for_recomputation(state: ShardedModel, layer: nn.Module) -> None:
 
 class PassKeeper:
     """A checkpoint function of a layer that runs again in backward, when another batch may have passed: its tokens
-    and the seed of its dropout are put back.
+    and the seed of its dropout are put back, and what it found out (`PassContext.once`) is there.
 
     With a checkpoint in its forward what then runs is the forward of its class without what was put around it, so its
     own parameters are put back, too.
@@ -177,12 +178,15 @@ class PassKeeper:
         region = self.state.regions.get(self.layer)
         if region is not None and isinstance(function, functools.partial) and function.func is region.plain:
             function = functools.partial(region.run, *function.args[1:], **function.keywords)  # without the layer
-        again, calls = self.state.context.snapshot(), itertools.count()
+        context = self.state.context
+        again, first_run, calls = context.snapshot(), FirstRun(), itertools.count()
 
         def run(*inner_args, **inner_kwargs):
             if next(calls) == 0:  # all is in its place, and dropout counts on after the layer
-                return function(*inner_args, **inner_kwargs)
-            with again(), self._plain_parameters():
+                with context.with_first_run(first_run):
+                    return function(*inner_args, **inner_kwargs)
+            first_run.begin_again()
+            with again(), context.with_first_run(first_run), self._plain_parameters():
                 return function(*inner_args, **inner_kwargs)
 
         return self.checkpoint(run, *args, **kwargs)

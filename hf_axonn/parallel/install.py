@@ -30,7 +30,7 @@ from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.gathered import GatheredParameters
 from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.layers.latent_attention import LatentColumnParallel, install_latent, rotary_hook
-from hf_axonn.layers.moe import experts_layer, is_experts
+from hf_axonn.layers.moe import expert_weights, experts_layer, is_experts
 from hf_axonn.layers.norms import FeatureNorm, InnerNorm
 from hf_axonn.layers.vocabulary import Embedding, Head
 from hf_axonn.losses.router_aux import install_router_loss
@@ -80,7 +80,7 @@ def install_layers(
     for block in plan.blocks:
         _install_block(model, block, state)
     _install_dropout(model, plan, state)
-    _install_experts(model, state)
+    _install_experts(model, kinds, state)
     _install_linears(model, kinds, state)
     _install_gathered(model, kinds, state)
     _install_replicated(model, plan, state)
@@ -201,11 +201,12 @@ def _install_dropout(model: nn.Module, plan: ShardingPlan, state: ShardedModel) 
             state.install(module, functools.partial(_keyed_dropout, state, axes, tokens, attributes))
 
 
-def _install_experts(model: nn.Module, state: ShardedModel) -> None:
+def _install_experts(model: nn.Module, kinds: dict[int, WeightKind], state: ShardedModel) -> None:
     for name, module in _remaining(model, state):
         if is_experts(module):
-            state.install(module, functools.partial(experts_layer(module), state))
-            _note(state, name, module, WeightKind.EXPERTS)
+            kind = kinds[id(module._parameters[expert_weights(module)[0]])]
+            state.install(module, functools.partial(experts_layer(module, kind), state))
+            _note(state, name, module, kind)
 
 
 def _install_linears(model: nn.Module, kinds: dict[int, WeightKind], state: ShardedModel) -> None:

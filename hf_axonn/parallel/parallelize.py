@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_axonn.architectures.expert_choice import ExpertChoice, choose_experts
 from hf_axonn.architectures.feature_layout import LayoutChoice, choose_layout
 from hf_axonn.architectures.plan import ShardingPlan, plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
@@ -54,6 +55,7 @@ from hf_axonn.parallel.pipeline.norms import norm_of_all
 from hf_axonn.parallel.pipeline.pipeline import Pipeline
 from hf_axonn.parallel.pipeline.stages import divide
 from hf_axonn.parallel.sharded_model import ShardedModel
+from hf_axonn.topology.experts import DISPATCH
 from hf_axonn.topology.grid import Grid
 
 
@@ -88,8 +90,8 @@ def parallelize(
         return model, Report(str(config.grid), "one rank, the model is untouched")
     inner = without_peft(model)
     device_type = _check(model, inner, config)
-    plan, layout = _plan(inner, config)
-    state = _apply(inner, plan, layout, config, device_type)
+    plan, layout, experts = _plan(inner, config)
+    state = _apply(inner, plan, layout, experts, config, device_type)
     for either in (inner, model):
         vars(either)["compile"] = functools.partial(compile_regions, state, inner)
     return model, state.report
@@ -124,12 +126,12 @@ def _check(model: nn.Module, inner: nn.Module, config: AxonnConfig) -> str:
     return device_type
 
 
-def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutChoice]:
+def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutChoice, ExpertChoice]:
     """Second phase: decide how the model is sharded, and refuse what does not fit. Changes and communicates nothing.
 
     Raises:
-        ValueError: one of `check_plan`, `check_context`, `check_four_bit` and `choose_layout`; residual_dtype of a
-            model whose layers are not known.
+        ValueError: one of `check_plan`, `check_context`, `check_four_bit`, `choose_experts` and `choose_layout`;
+            residual_dtype of a model whose layers are not known.
     """
     with without_wrappers(model):  # adapters follow what is done to the model that they adapt
         plan = plan_for(model)
@@ -145,22 +147,31 @@ def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutCh
     with without_wrappers(model):
         if any(True for _ in four_bit_modules(model)):
             check_four_bit(model, weight_kinds(model, plan), config.grid)
-        return plan, choose_layout(model, plan, y=config.grid.y, requested=config.layout)
+        experts = choose_experts(model, config.grid, requested=config.experts)
+        return plan, choose_layout(model, plan, y=config.grid.y, requested=config.layout), experts
 
 
 def _apply(
-    model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, config: AxonnConfig, device_type: str
+    model: nn.Module,
+    plan: ShardingPlan,
+    layout: LayoutChoice,
+    experts: ExpertChoice,
+    config: AxonnConfig,
+    device_type: str,
 ) -> ShardedModel:
     """Third phase: change the model. Collectives: as `parallelize`, but for those of `_check`."""
     _prepare_process()
     mesh = grid_mesh(config.grid, device_type)
+    if experts.moves:
+        mesh.open_group(DISPATCH)
     second_scales = pack_four_bit(model)
     broadcast_all([*model.parameters(), *model.buffers(), *second_scales])
     before = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
-    report = Report(str(config.grid), plan.summary(), layout.reason, describe_rows(model, plan, config.grid))
+    rows = describe_rows(model, plan, config.grid)
+    report = Report(str(config.grid), plan.summary(), layout.reason, rows, experts.reason)
     state = ShardedModel(mesh, config, model, report=report, features=layout.features, names=list(before))
     with without_wrappers(model):
-        _shard(model, plan, layout, state)
+        _shard(model, plan, layout, experts, state)
     model.axonn = state
     after = set(model.parameters())
     for parameter in [reference() for reference in before.values()]:
@@ -184,9 +195,11 @@ def _prepare_process() -> None:
     watch_peft()
 
 
-def _shard(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, state: ShardedModel) -> None:
+def _shard(
+    model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, experts: ExpertChoice, state: ShardedModel
+) -> None:
     """Divide the model into stages, shard its parameters and install the sharded layers. No communication."""
-    kinds, stages = weight_kinds(model, plan), None
+    kinds, stages = weight_kinds(model, plan, experts=experts.kind), None
     if state.grid.pipe > 1:
         plan, stages = divide(model, plan, state)
         layout = layout.restrict_to(model)

@@ -13,7 +13,8 @@ class WeightKind(StrEnum):
         ROW: [N, K] of the projection that ends a block, N over y and K over x.
         LINEAR: [N, K] of a Linear on its own, stored as a column weight; its activations are full.
         VOCABULARY: [V, H] of an embedding or the head, V over y, then x.
-        EXPERTS: [E, A, B] of the experts of a layer, E over y, then x.
+        EXPERTS: [E, A, B] of the experts of a layer, E over y, then x, and B over z.
+        WHOLE_EXPERTS: the same with E over y, x and z in turn: an expert lies whole on one rank.
         GATHERED: any other large parameter [A, ...], stored as a vocabulary weight, gathered for its module.
         REPLICATED: every rank holds the full parameter.
         ADAPTER: a small weight that PEFT adds; every rank holds it in full.
@@ -24,6 +25,7 @@ class WeightKind(StrEnum):
     LINEAR = "linear"
     VOCABULARY = "vocabulary"
     EXPERTS = "experts"
+    WHOLE_EXPERTS = "whole_experts"
     GATHERED = "gathered"
     REPLICATED = "replicated"
     ADAPTER = "adapter"
@@ -37,6 +39,7 @@ SHARDED_DIMS: dict[WeightKind, tuple[int | None, int | None, int | None]] = {
     WeightKind.VOCABULARY: (0, 0, 0),
     WeightKind.GATHERED: (0, 0, 0),
     WeightKind.EXPERTS: (0, 0, 2),
+    WeightKind.WHOLE_EXPERTS: (0, 0, 0),
     WeightKind.REPLICATED: (None, None, None),
     WeightKind.ADAPTER: (None, None, None),
 }

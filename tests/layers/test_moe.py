@@ -40,6 +40,9 @@ KINDS = {
     "mixtral": dict(num_local_experts=4, intermediate_size=21, **ROUTED),
     "qwen3_moe": dict(num_experts=4, decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=False, **ROUTED),
     "olmoe": dict(num_experts=4, intermediate_size=21, num_key_value_heads=12, **ROUTED),
+    "granitemoeshared": dict(
+        num_local_experts=4, intermediate_size=21, shared_intermediate_size=20, num_key_value_heads=12, **ROUTED
+    ),
     "gpt_oss": dict(num_local_experts=4, intermediate_size=21, attention="eager", sliding_window=5, **ROUTED),
     "deepseek_v3": dict(
         n_routed_experts=4,
@@ -209,7 +212,8 @@ class GroupedMatmul(torch.autograd.Function):
 
 
 UNREAD = functools.partialmethod(few_foreign_on_gpus, dtype=torch.bfloat16)
-NUMBER = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "deepseek_v3": "n_routed_experts"}
+NUMBER = dict.fromkeys(("mixtral", "granitemoeshared", "gpt_oss"), "num_local_experts")
+NUMBER |= {"deepseek_v3": "n_routed_experts"}
 
 
 def errors_without_reading(monkeypatch, kinds, grids, number, sizes=(), **options):
@@ -265,12 +269,13 @@ def test_a_rank_without_a_token_takes_part(blocks, linears):
     ids[4:] += 66
     batch |= {"input_ids": ids, "labels": torch.where(batch["labels"] == -100, -100, ids)}
     case = Case("one-sided", one_sided, [batch])
+    again = Case("again", one_sided, [batch], before=functools.partial(checkpointed, reentrant=False))
     chosen = []
     model = one_sided()
     model.model.layers[0].mlp.gate.register_forward_hook(lambda module, args, output: chosen.append(output[2]))
     model(input_ids=ids, attention_mask=batch["attention_mask"])
     assert chosen[0].view(8, 7)[:4].eq(0).all() and chosen[0].view(8, 7)[4:].eq(1).all()
-    assert not errors(Planned([case], [blocks]), Planned([case], [linears], by_blocks=False))
+    assert not errors(Planned([case, again], [blocks]), Planned([case], [linears], by_blocks=False))
 
 
 def _outputs(batch, of_blocks, of_linears):
@@ -512,7 +517,7 @@ def test_the_shards_of_a_cut_make_the_whole(grid):
     for rank in range(grid.size):
         mesh = fake_mesh(grid, rank)
         own = vocabulary_range(5, mesh)
-        cut = ExpertLayout(len(own), 3, 7, grid.z, mesh.index("z"))
+        cut = ExpertLayout(len(own), 3, 7, grid.z, mesh.index("z"), grid.z)
         block = full[own.start : own.stop]
         parts = cut.unblock(block)
         assert parts.shape == (grid.z, cut.travels)

@@ -1,0 +1,218 @@
+"""Experts to which tokens travel, each whole on one rank of (z, x, y), against one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_axonn import Grid, parallelize
+from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.collectives import observe
+from hf_axonn.layers import moe as layers
+from hf_axonn.layers.moe import MovingExperts, is_experts
+from hf_axonn.topology.experts import expert_owners
+from tests.helpers.devices import rank_device
+from tests.helpers.equality import Case, exact, fit, rows_of
+from tests.helpers.float64 import checkpointed, relative_errors
+from tests.helpers.models import tiny_batch
+from tests.helpers.ranks import run_ranks
+from tests.layers.test_moe import KINDS, NUMBER, Planned, errors, frozen_experts, moe, one_precision, one_sided
+
+
+pytestmark = pytest.mark.usefixtures("device")
+
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+MOVED = [kind for kind in KINDS if kind != "llama4_text"]
+FOUR = [Grid(z=4), Grid(z=2, x=2), Grid(z=2, y=2), Grid(y=2, x=2), Grid(z=2, context=2, x=2), Grid(data=2, z=2)]
+
+
+def move(grid: Grid) -> AxonnConfig:
+    return AxonnConfig(grid=grid, experts="move")
+
+
+def make(kind, number=6, **changes):
+    return moe(kind, **{NUMBER.get(kind, "num_experts"): number} | changes)
+
+
+def case(kind, name="", **options):
+    changes = options.pop("changes", {})
+    return Case(f"{kind} {name}", functools.partial(make, kind, **changes), config=move, **options)
+
+
+def test_moved_experts_equal_one_process():
+    """On ranks of two, of one and of no expert, cut by blocks and Linear by Linear; the larger part is below."""
+    again = functools.partial(checkpointed, reentrant=False)
+    short = {"num_hidden_layers": 1}
+    assert not errors(
+        Planned([case("qwen3_moe", steps=3), case("deepseek_v3", "again", before=again)], [Grid(z=2, x=2)]),
+        Planned([case("gpt_oss", changes=short)], [Grid(z=4)]),
+        Planned([case("gpt_oss", steps=2, changes=short)], [Grid(z=2, y=2)], by_blocks=False),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grids", [[Grid(z=2), Grid(x=2), Grid(y=2)], FOUR, [Grid(z=2, x=3)]], ids=["2", "4", "6"])
+def test_moved_experts_of_every_kind_on_every_grid(grids):
+    assert not errors(Planned([case(kind, steps=3) for kind in MOVED], grids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grids", [FOUR[:4], [Grid(z=2, y=2, x=2)]], ids=["4", "8"])
+def test_moved_experts_linear_by_linear(grids):
+    kinds = ("gpt_oss", "qwen3_moe")
+    assert not errors(Planned([case(kind, changes={"number": 8}) for kind in kinds], grids, by_blocks=False))
+
+
+def tied_routers(model) -> None:
+    """Let all logits of a token be equal: a tie is decided as on one process."""
+    for name, parameter in model.named_parameters():
+        if "gate.weight" in name or "router.weight" in name:
+            with torch.no_grad():
+                parameter.zero_()
+
+
+def unequal_rows() -> list[dict[str, torch.Tensor]]:
+    batches = [tiny_batch(8, 7), tiny_batch(8, 5, seed=4)]
+    for batch in batches:
+        batch["labels"][: len(batch["labels"]) // 2, :4] = -100
+    return [batch | {"num_items_in_batch": (batch["labels"][:, 1:] != -100).sum()} for batch in batches]
+
+
+def ways_of_training() -> list[Case]:
+    short = {"num_hidden_layers": 1}
+    unaided = short | {"output_router_logits": False}
+    kind = functools.partial(case, "qwen3_moe")
+    return [
+        kind("accumulated", changes=short, batches=unequal_rows()),
+        kind("checkpointed", before=functools.partial(checkpointed, reentrant=False)),
+        kind("reentrant", changes=unaided, before=functools.partial(checkpointed, reentrant=True)),
+        kind("frozen", changes=short, before=frozen_experts),
+        kind("64 experts", changes=short | {"number": 64}, batches=[tiny_batch(8, 2)]),
+        kind("ties", changes=unaided, before=tied_routers),
+        kind("one expert a token", changes=short | {"num_experts_per_tok": 1}),
+        kind("every expert", changes=short | {"num_experts_per_tok": 6}),
+        kind("batched", changes=short | {"experts_implementation": "batched_mm"}),
+        kind("as Trainer", changes=short, steps=2, as_trainer=True),
+        dataclasses.replace(Case("one-sided", one_sided, [tiny_batch(8, 7)]), config=move_one_sided),
+    ]
+
+
+def move_one_sided(grid: Grid) -> AxonnConfig:
+    """Its two experts are fewer than four ranks."""
+    return AxonnConfig(grid=grid, experts="auto")
+
+
+@pytest.mark.parametrize("every", [False, SLOW(True)], ids=["some", "every"])
+def test_ways_of_training(every):
+    """Experts that no token chose have zero gradients, and weights that decay, as on one process."""
+    ways = ways_of_training()
+    if every:
+        assert not errors(Planned(ways, FOUR))
+    else:
+        assert not errors(Planned(ways[::2], [Grid(z=2, x=2)]), Planned(ways[1::2], [Grid(z=4)]))
+
+
+def _reads(cases):
+    for reentrant in (True, False, None):
+        found = []
+        find = layers.find_routes
+        layers.find_routes = lambda *args: found.append(args) or find(*args)  # noqa: B023
+        model, _ = parallelize(make("mixtral", output_router_logits=False).train(), config=move(Grid(z=2)))
+        if reentrant is not None:
+            checkpointed(model, reentrant=reentrant)
+        mine = rows_of(tiny_batch(8, 7), Grid(z=2), dist.get_rank())
+        kinds = []
+        with exact(), observe(lambda name, size, group: kinds.append(name)):  # noqa: B023
+            loss = model(**mine).loss
+            forward = kinds.count("exchange")
+            loss.backward()
+        layers.find_routes = find
+        assert len(found) == kinds.count("all_to_all") == 2, "one read a layer, none in backward"
+        assert forward == 2 * 3
+        # Backward of each; a layer that is recomputed sends its tokens again, and needs no results.
+        again = {True: 2 * 3, False: 2 * 2, None: 0}[reentrant]
+        assert kinds.count("exchange") == forward + 2 * 3 + again, (reentrant, kinds)
+        sizes = [tuple(each.shape) for each in model.model.layers[0].mlp.experts.parameters()]
+        assert sizes == [(6, 42, 48), (6, 48, 21)]
+
+
+def test_the_host_reads_once_a_layer_and_never_in_backward():
+    run_ranks(_reads, 2, None)
+
+
+def _storage(grid):
+    model, report = parallelize(make("gpt_oss", 9), config=move(grid))
+    layer = model.model.layers[0].mlp.experts
+    own = expert_owners(9, grid)[grid.place(dist.get_rank()).index("z", "x", "y")]
+    assert isinstance(model.axonn.sharded_layers[layer], MovingExperts)
+    assert layer.gate_up_proj.to_local().shape == (len(own), 48, 42)
+    whole = make("gpt_oss", 9).model.layers[0].mlp.experts
+    assert torch.equal(layer.down_proj.to_local(), whole.down_proj[own.start : own.stop])
+    assert "whole on one of 4 ranks (z, x, y)" in report.experts and report.experts in str(report)
+    assert "a token to at most 2, 192 bytes each way" in report.experts
+    entries = {entry.name: entry for entry in report.entries}
+    assert entries["model.layers.0.mlp.experts"].kind == "whole_experts"
+
+
+def test_every_expert_lies_whole_on_one_rank():
+    run_ranks(_storage, 4, Grid(z=2, y=2))
+
+
+def _refused():
+    grid = Grid(z=2)
+    with pytest.raises(ValueError, match=r"experts is move.* 2 \* 1 \* 1 = 2 ranks are more than the 1 experts"):
+        parallelize(make("mixtral", 1, num_experts_per_tok=1), config=move(grid))
+    with pytest.raises(ValueError, match="Llama4TextExperts sends every token to every expert"):
+        parallelize(moe("llama4_text"), config=move(grid))
+    _, report = parallelize(moe("llama4_text"), config=AxonnConfig(grid=grid, experts="auto"))
+    assert report.experts == "experts gathered over z: Llama4TextExperts sends every token to every expert"
+    model, report = parallelize(moe("mixtral"), config=AxonnConfig(grid=grid, experts="auto"))
+    assert "tokens travel" in report.experts and any(map(is_experts, model.modules()))
+
+
+def test_move_is_refused_where_it_cannot_be():
+    run_ranks(_refused, 2)
+
+
+def _other_ways(name, grids, truth):
+    for grid in grids:
+        mine = rows_of(tiny_batch(6, 7), grid, dist.get_rank())
+        model, _ = parallelize(one_precision(name).to(rank_device()), config=move(grid))
+        with torch.autocast(rank_device().type, dtype=torch.bfloat16):
+            loss = model(**mine).loss
+        loss.backward()
+        for key, grad in truth.gradients.items():
+            if is_experts(model.get_submodule(key.rpartition(".")[0])):
+                rounded = model.get_parameter(key).grad
+                assert rounded.dtype == torch.float32
+                assert (rounded.full_tensor() - grad).norm() < 0.1 * grad.norm(), (name, str(grid), key)
+        model.zero_grad()
+        worst = relative_errors(fit(model, [mine]).gradients, truth.gradients)
+        assert max(worst.values()) < 2e-4, (name, str(grid), worst)
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", SLOW("batched_mm")])
+def test_grouped_and_batched_matmuls(name):
+    truth = fit(one_precision(name), [tiny_batch(6, 7)])
+    run_ranks(_other_ways, 2, name, [Grid(z=2), Grid(x=2)], truth)
+
+
+def _evaluated(batch, expected):
+    for grid in (Grid(z=2, x=2), Grid(data=2, z=2)):
+        model, _ = parallelize(make("qwen3_moe"), config=move(grid))
+        mine = rows_of(batch, grid, dist.get_rank())
+        with exact(), torch.no_grad():
+            ours = model(**mine)
+        torch.testing.assert_close(ours.logits, rows_of({"logits": expected.logits}, grid, dist.get_rank())["logits"])
+        torch.testing.assert_close(ours.aux_loss, expected.aux_loss, rtol=1e-6, atol=0)
+
+
+def test_evaluation():
+    batch = tiny_batch(8, 7)
+    with exact(), torch.no_grad():
+        expected = make("qwen3_moe")(**batch)
+    run_ranks(_evaluated, 4, batch, expected)
