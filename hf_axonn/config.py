@@ -22,6 +22,7 @@ VARIABLE = "AXONN_CONFIG"
 LAUNCH_FILE = "AXONN_LAUNCH_FILE"  # the name of the file, for messages
 REDUCE_DTYPES = ("float32", "bfloat16", "float64")
 LAYOUTS = ("auto", "token", "feature")
+CONTEXT_ATTENTION = ("auto", "heads", "keys")
 SAVE_FAILURES = ("stop", "continue")
 PRECISIONS = ("bf16", "fp16", "no")  # of accelerate, its mixed_precision
 KEPT = ("none", "recomputed", "all")
@@ -32,6 +33,7 @@ CHOICES = {
     "residual_dtype": RESIDUAL_DTYPES,
     "layout": LAYOUTS,
     "experts": EXPERTS,
+    "context_attention": CONTEXT_ATTENTION,
     "save_failure": SAVE_FAILURES,
     "schedule": SCHEDULES,
 }
@@ -82,6 +84,9 @@ class Settings:
         experts: how tokens and the experts of a mixture meet, one of EXPERTS: with gather an expert lies on one
             position of (y, x) and is gathered over z, with move it lies whole on one rank of (z, x, y) and tokens
             travel to it; auto takes move wherever it is possible (topology/experts.py), else gather.
+        context_attention: how attention sees whole rows whose positions context divides, one of CONTEXT_ATTENTION
+            (layers/context_attention.py); auto takes heads where context divides the query heads that a rank of (x, y)
+            has in every attention, else keys.
         async_save: whether Trainer's checkpoints are written while training goes on.
         save_failure: what a Trainer does when a checkpoint cannot be saved (a full disk), one of SAVE_FAILURES.
         schedule: when a rank of pipe runs which micro-batch forward and backward, one of SCHEDULES.
@@ -99,6 +104,7 @@ class Settings:
     tune_matmuls: bool = False
     layout: str = "auto"
     experts: str = "gather"
+    context_attention: str = "auto"
     async_save: bool = False
     save_failure: str = "stop"
     schedule: str = "1f1b"
@@ -179,8 +185,8 @@ class AxonnConfig(Settings):
 
         Args:
             section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype,
-                residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, experts, async_save, save_failure,
-                schedule, stages_per_rank, stage_layers, order.
+                residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, experts, context_attention, async_save,
+                save_failure, schedule, stages_per_rank, stage_layers, order.
             num_processes: number of processes on all machines together, which the grid must have; None: not checked.
         Raises:
             ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.

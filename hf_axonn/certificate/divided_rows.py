@@ -1,7 +1,7 @@
 """Gradients that a run would have if it divided rows over context wrongly: those of the same rows with other inputs.
 
-Each hypothesis changes the inputs of a micro-batch, whose gradients one process then computes (steps.py). Rank i of
-context has the positions i * L to (i + 1) * L - 1, with L = ceil(S / context).
+Each hypothesis changes the inputs of a micro-batch, whose gradients one process then computes (steps.py). A rank of
+context has one piece of a row or two stripes (engine/rows.py), so the row is cut in context or in 2 * context pieces.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from hf_axonn.certificate.hypotheses import (
 from hf_axonn.certificate.rows import IGNORED
 from hf_axonn.certificate.steps import Steps
 from hf_axonn.engine.documents import document_fields, find_document_ids
-from hf_axonn.topology.grid import ceil_div
+from hf_axonn.topology.grid import Grid
 
 
 Inputs = Mapping[str, Tensor]
 LOST = "rows that lose the label after each cut: they are divided over context before their labels are shifted"
 JOINED = "rows whose documents see each other"
 NUMBERED = "rows whose positions are numbered as if the ranks of context came in the order"
+STRIPED = "rows whose positions are numbered as if the stripes of context came in the order"
 
 
 def explain_division(steps: Steps, step: int, ranks: Ranks, positions: Positions, factors: Mapping[str, int]) -> str:
@@ -62,16 +63,31 @@ def explain_division(steps: Steps, step: int, ranks: Ranks, positions: Positions
 
 def _hypotheses(parts: int) -> dict[str, Callable[[Inputs], Inputs]]:
     order = list(range(parts))
-    orders = (order[::-1], order[1:] + order[:1], order[-1:] + order[:-1])
-    numbered = {f"{NUMBERED} {', '.join(map(str, each))}": partial(_renumber, order=each) for each in orders}
-    return {LOST: partial(_lose_labels, parts=parts), JOINED: _join_documents, **numbered}
+    orders = {tuple(each): NUMBERED for each in (order[::-1], order[1:] + order[:1], order[-1:] + order[:-1])}
+    stripes = list(range(2 * parts))
+    pairs = [*stripes[::2], *stripes[::-2]]  # as if a rank had two stripes that follow one another
+    orders |= {tuple(each): STRIPED for each in (pairs, order + stripes[: parts - 1 : -1], stripes[::-1])}
+    return {
+        LOST: partial(_lose_labels, parts=parts, pieces=parts),
+        f"{LOST} in stripes": partial(_lose_labels, parts=parts, pieces=2 * parts),
+        JOINED: _join_documents,
+        **{
+            f"{name} {', '.join(map(str, each))}": partial(_renumber, parts=parts, order=each)
+            for each, name in orders.items()
+        },
+    }
 
 
-def _lose_labels(inputs: Inputs, parts: int) -> Inputs:
-    """Ignore the label that the last position of each rank but the last would predict."""
+def _piece_length(length: int, parts: int, pieces: int) -> int:
+    """Return how many positions each of the pieces has in which `parts` ranks deal a row."""
+    return Grid(z=parts, context=parts).positions(length) * parts // pieces
+
+
+def _lose_labels(inputs: Inputs, parts: int, pieces: int) -> Inputs:
+    """Ignore the label that the last position of each piece but the last would predict."""
     labels = inputs["labels"].clone()
-    own = ceil_div(labels.shape[1], parts)
-    labels[:, own::own] = IGNORED
+    piece = _piece_length(labels.shape[1], parts, pieces)
+    labels[:, piece::piece] = IGNORED
     return {**inputs, "labels": labels}
 
 
@@ -80,12 +96,11 @@ def _join_documents(inputs: Inputs) -> Inputs:
     return {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
 
 
-def _renumber(inputs: Inputs, order: Sequence[int]) -> Inputs:
-    """Give rank i of context the positions of rank order[i], under the masks of the right ones."""
-    ids, parts = inputs["input_ids"], len(order)
-    rows, length = ids.shape
-    own = ceil_div(length, parts)
-    dealt = torch.arange(parts * own).view(parts, own)[list(order)].flatten()[:length].clamp(max=length - 1)
+def _renumber(inputs: Inputs, parts: int, order: Sequence[int]) -> Inputs:
+    """Give piece i of a row the positions of piece order[i], under the masks of the right ones."""
+    rows, length = inputs["input_ids"].shape
+    pieces = torch.arange(_piece_length(length, parts, len(order)) * len(order)).view(len(order), -1)
+    dealt = pieces[list(order)].flatten()[:length].clamp(max=length - 1)
     positions = inputs.get("position_ids", torch.arange(length).expand(rows, -1))
     return {**inputs, "position_ids": positions[:, dealt], "attention_mask": _full_mask(inputs)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,6 +46,13 @@ def route_attention(module: nn.Module, route: Route) -> None:
     if not isinstance(names[ATTENTION], _Functions):
         names[ATTENTION] = _Functions(names[ATTENTION])
     names[ATTENTION].routes[module] = route
+
+
+def is_stock_sdpa(function: Callable, options: Mapping[str, Any]) -> bool:
+    """Return whether an attention function is Transformers' for sdpa, in a call that it does not refuse."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return function is sdpa_attention_forward and options.get("softcap") is None
 
 
 class _Functions:

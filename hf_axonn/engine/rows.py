@@ -1,8 +1,11 @@
 """Rows of a batch whose positions are divided over context, and the ways between whole rows and a rank's positions.
 
     whole   [B, S, ...]   what every rank of context is given, and gives back
-    own     [B, L, ...]   L = ceil(S / context) positions in a row; rank i has those from i * L on. What lies behind
-                          the end of the row only fills it up, and counts nowhere
+    own     [B, L, ...]   L = 2 * ceil(S / (2 * context)) positions in a row. What lies behind the end of the row only
+                          fills it up, and counts nowhere
+    one stripe    rank i has the positions from i * L on
+    two stripes   the row is dealt in 2 * context stripes of L / 2, of which rank i has i and 2 * context - 1 - i: a
+                  position that sees those before it costs as much as there are, and so all ranks work alike
 
 What a rank computes of its own positions is a part of a sum over context, as a partial result is over x or y.
 Gradients are averaged over z, and with it over context, so the gradient of a part is multiplied by context once: where
@@ -12,12 +15,14 @@ the loss is summed, and where whole rows are gathered that all ranks then use al
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hf_axonn.distributed.collectives import all_gather, all_reduce, gather_replicated
 from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.engine.documents import document_ids_from_position_ids, starts_of
 from hf_axonn.engine.dtensors import scale_gradient
 
 
@@ -32,6 +37,7 @@ class Rows:
         position_ids: [1 or B, S], of whole rows.
         attention_mask: as the model was given it: of whole rows, or None.
         documents: whether documents are told apart by `position_ids`, as in a pass without a cache.
+        striped: whether a rank has two stripes of a row, and not one.
     """
 
     mesh: GridMesh
@@ -40,6 +46,7 @@ class Rows:
     position_ids: Tensor
     attention_mask: Tensor | None = None
     documents: bool = False
+    striped: bool = False
 
     @property
     def parts(self) -> int:
@@ -52,16 +59,35 @@ class Rows:
         return self.mesh.grid.positions(self.length)
 
     @property
+    def stripe(self) -> int:
+        """Positions of a stripe."""
+        return self.own_length // 2 if self.striped else self.own_length
+
+    @property
+    def starts(self) -> list[int]:
+        """Positions in the row at which the stripes of this rank begin, ascending."""
+        index = self.mesh.index("context")
+        stripes = (index, 2 * self.parts - 1 - index) if self.striped else (index,)
+        return [stripe * self.stripe for stripe in stripes]
+
+    @cached_property
+    def document_starts(self) -> list[int]:
+        """Positions at which the documents of the first row begin. Waits for the device."""
+        documents = document_ids_from_position_ids(self.position_ids[:1])
+        return starts_of(documents)[0].nonzero().flatten().tolist()
+
+    @property
     def filled(self) -> int:
         """Positions of all ranks that lie behind the end of the row."""
         return self.own_length * self.parts - self.length
 
     def take(self, whole: Tensor, fill: int = 0) -> Tensor:
         """[B, S, ...] -> this rank's positions [B, L, ...]; behind the end of the row stands `fill`."""
-        start = self.mesh.index("context") * self.own_length
-        own = whole[:, start : start + self.own_length]
-        missing = self.own_length - own.shape[1]
-        return torch.cat([own, own.new_full((len(own), missing, *own.shape[2:]), fill)], dim=1) if missing else own
+        stripes = [whole[:, start : start + self.stripe] for start in self.starts]
+        # Where the row ends in a stripe, those that follow have nothing of it.
+        if missing := self.own_length - sum(each.shape[1] for each in stripes):
+            stripes.append(whole.new_full((len(whole), missing, *whole.shape[2:]), fill))
+        return torch.cat(stripes, dim=1) if len(stripes) > 1 else stripes[0]
 
     def is_own(self, tensor: Tensor) -> bool:
         """Return whether a tensor is [B, L, ...] of this rank's positions, and not of whole rows."""
@@ -76,14 +102,14 @@ class Rows:
 
     def last(self, keep: int) -> int:
         """Return how many of its last positions each rank computes where only the last `keep` of a row are wanted:
-        those behind the end of the row with them on the last rank, or all where other ranks have some."""
-        return min(keep + self.filled, self.own_length)
+        those behind the end of the row with them where they lie in one stripe, or else all."""
+        return keep + self.filled if keep + self.filled <= self.stripe else self.own_length
 
     def gather_last(self, own: Tensor, keep: int) -> Tensor:
         """[B, last(keep), ...] -> the last `keep` positions of whole rows. All-gather over context, as `gather`."""
         if self.last(keep) == self.own_length:
             return self.gather(own)[:, -keep:]
-        return self._blocks(own)[-1, :, :keep]
+        return self._blocks(own)[0 if self.striped else -1, :, :keep]
 
     def join(self, own: Tensor) -> Tensor:
         """[B, L, ...] -> whole rows [B, S, ...], of which each rank of context goes on with its own positions.
@@ -101,4 +127,7 @@ class Rows:
 
     def _in_rows(self, blocks: Tensor) -> Tensor:
         """[context, B, L, ...] -> whole rows [B, S, ...]. No communication."""
+        if self.striped:
+            first, second = blocks.unflatten(2, (2, self.stripe)).unbind(2)
+            blocks = torch.cat([first, second.flip(0)])
         return blocks.movedim(0, 1).flatten(1, 2).narrow(1, 0, self.length)

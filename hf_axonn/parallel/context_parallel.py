@@ -2,8 +2,8 @@
 
     arguments   [B, S, ...] -> [B, L, ...]: ids or embeddings, positions (made where none are given), what else has a
                 value a token. Labels stay whole: the loss takes them (losses/vocab_parallel.py)
-    masks       made of the whole rows, by the model's own functions
-    attention   on whole rows with a part of the heads (layers/context_attention.py)
+    masks       described for the whole rows, by the model's own functions, and made where attention needs them
+    attention   on whole rows with a part of the heads, or own queries on gathered keys (layers/context_attention.py)
     output      logits and hidden states are gathered: [B, S, ...], alike on all ranks of context
 
 Everything else computes for each token by itself. A model is refused where that is not known.
@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ from hf_axonn.architectures.divided_rows import (
 )
 from hf_axonn.architectures.plan import ShardingPlan
 from hf_axonn.compat.attention import alibi_functions, mask_functions, route_attention
+from hf_axonn.compat.late_masks import make_late
 from hf_axonn.compat.transformers import text_config
+from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.rows import Rows
 from hf_axonn.layers.base import patch_forward, patch_innermost, replaced, split_hidden_states
 from hf_axonn.layers.context_attention import ContextAttention
@@ -43,47 +46,75 @@ POSITIONS = ("position_ids", "position_embeddings")  # arguments of attention th
 CUSTOM_MASKS = ("or_mask_function", "and_mask_function", "block_sequence_ids", "encoder_hidden_states")
 
 
-def check_context(model: nn.Module, plan: ShardingPlan, grid: Grid) -> None:
-    """Refuse a model of which it is not known that its rows can be divided. No communication.
+@dataclass(frozen=True)
+class RowsChoice:
+    """The way in which attention sees whole rows, for the whole model.
+
+    Attributes:
+        keys: whether k and v are gathered; else heads are divided (layers/context_attention.py).
+        reason: a line for the report; empty without context.
+    """
+
+    keys: bool = False
+    reason: str = ""
+
+
+def choose_rows(model: nn.Module, plan: ShardingPlan, config: AxonnConfig) -> RowsChoice:
+    """Decide how attention sees the rows that context divides. No communication; the model is unchanged.
 
     Raises:
-        ValueError: it is one of those of `why_rows_stay_whole`, or has heads that context does not divide.
+        ValueError: it is not known that the model's rows can be divided (`why_rows_stay_whole`), or heads are
+            requested that context does not divide.
     """
-    if reason := _why_not(model, plan, grid):
+    grid, requested = config.grid, config.context_attention
+    if grid.context == 1:
+        return RowsChoice()
+    if reason := why_rows_stay_whole(model, plan):
         raise ValueError(
             f"context={grid.context} divides the positions of rows, which is not possible for {type(model).__name__} "
             f"over the grid {grid}: {reason}. Omit context, and divide long rows over x."
         )
-
-
-def _why_not(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
-    if reason := why_rows_stay_whole(model, plan):
-        return reason
-    here, gathering = grid.place(0), gathering_attentions(model, plan)
-    for block in plan.blocks:
-        exchanges = block.query and block.entry not in gathering
-        if exchanges and (heads := Heads.divide(block.query, block.kv, here).own_query(here)) % grid.context:
-            return f"{heads} of its {block.query} heads are on a rank of (x, y), which context does not divide"
-    return ""
-
-
-def describe_rows(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
-    """Return a line for the report; empty without context."""
-    if grid.context == 1:
-        return ""
-    attentions = sum(1 for block in plan.blocks if block.query)
     gathering = gathering_attentions(model, plan)
     along = [name for name in plan.full_sequence if why_heads_stay(model.get_submodule(name))]
-    exchanging = attentions + len(plan.full_sequence) - len(gathering) - len(along)
-    parts = [f"{exchanging} attentions exchange heads for positions"] if exchanging else []
+    undivided = _undivided_heads(model, plan, grid, gathering, along)
+    if undivided and requested == "heads":
+        raise ValueError(
+            f"context_attention is heads, which is not possible for {type(model).__name__} over the grid {grid}: "
+            f"{undivided}. Leave it at auto, which gathers keys and values then, or take another context."
+        )
+    keys = requested == "keys" or bool(undivided)
+    how = f"gather keys and values ({undivided or 'as configured'})" if keys else "exchange heads for positions"
+    attentions = sum(1 for block in plan.blocks if block.query) + len(plan.full_sequence) - len(gathering) - len(along)
+    parts = [f"{attentions} attentions {how}"] if attentions else []
     if gathering:
         parts.append(f"{len(gathering)} attentions gather whole rows ({gathering[0]} ...)")
     if along:
         parts.append(f"{len(along)} modules run on whole rows ({along[0]} ...)")
-    return f"positions of rows over {grid.context} ranks of context: {', '.join(parts)}"
+    return RowsChoice(keys, f"positions of rows over {grid.context} ranks of context: {', '.join(parts)}")
 
 
-def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -> None:
+def _undivided_heads(model: nn.Module, plan: ShardingPlan, grid: Grid, gathering: list[str], along: list[str]) -> str:
+    """Return which query heads context does not divide, or nothing.
+
+    Args:
+        gathering, along: names of attentions that gather whole rows, and of modules that run on them.
+    """
+    here = grid.place(0)
+    exchanging = [block for block in plan.blocks if block.query and block.entry not in gathering]
+    every = {block.query: Heads.divide(block.query, block.kv, here).own_query(here) for block in exchanging}
+    if len(plan.full_sequence) > len(along) and (heads := getattr(text_config(model), "num_attention_heads", None)):
+        every[heads] = heads  # attention on full sequences, with all heads on each rank
+    return next(
+        (
+            f"{own} of its {heads} heads are on a rank of (x, y), which context does not divide"
+            for heads, own in every.items()
+            if own % grid.context
+        ),
+        "",
+    )
+
+
+def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan, choice: RowsChoice) -> None:
     """Let calls of a model and of its base model compute this rank's positions. No communication.
 
     Collectives of a call: those of its attention (`ContextAttention`), of its loss, and an all-gather over context of
@@ -104,10 +135,10 @@ def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -
             patch_forward(module, functools.partial(_rotary, state))
     makers = [(*place, _make_mask) for place in mask_functions(model)]
     makers += [(*place, _make_alibi) for place in alibi_functions(model)]
-    assert plan.decoder is not None  # `check_context` has seen to that
+    assert plan.decoder is not None  # `choose_rows` has seen to that
     for each in dict.fromkeys((model, model.get_submodule(plan.decoder))):
         names = list(inspect.signature(each.forward).parameters)
-        patch_forward(each, functools.partial(_forward, state, model, names, makers))
+        patch_forward(each, functools.partial(_forward, state, model, names, makers, choice.keys))
     if hasattr(model, "generate"):
         vars(model)["generate"] = functools.partial(_refuse_generate, state.grid)
 
@@ -117,6 +148,7 @@ def _forward(
     model: nn.Module,
     names: list[str],
     makers: list[tuple[dict[str, Any], str, Callable]],
+    striped: bool,
     original: Callable,
     /,
     *args,
@@ -125,7 +157,7 @@ def _forward(
     if state.context.rows is not None:  # the base model, inside of the model
         return original(*args, **kwargs)
     given = dict(zip(names, args, strict=False)) | kwargs
-    rows = _rows_of(state, model, given)
+    rows = _rows_of(state, model, given, striped)
     own = {name: value if name in WHOLE else _take(rows, value) for name, value in given.items()}
     if "position_ids" in names:
         own["position_ids"] = rows.take(rows.position_ids)
@@ -149,7 +181,7 @@ def _forward(
     return output
 
 
-def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any]) -> Rows:
+def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any], striped: bool) -> Rows:
     """Return the rows that a call is given.
 
     Raises:
@@ -180,7 +212,7 @@ def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any]) ->
         positions = number_positions(model, tokens, mask)
     elif positions.dim() != 2 or positions.shape[1] != length:
         raise ValueError(f"position_ids are {list(positions.shape)}, but of rows of {length} they are [B, {length}].")
-    return Rows(state.mesh, batch, length, positions, mask, documents=_separates(model, given))
+    return Rows(state.mesh, batch, length, positions, mask, documents=_separates(model, given), striped=striped)
 
 
 def _separates(model: nn.Module, given: Mapping[str, Any]) -> bool:
@@ -244,7 +276,7 @@ def _join(rows: Rows, value: Any) -> Any:
 
 @contextlib.contextmanager
 def _made_of(rows: Rows, makers: list[tuple[dict[str, Any], str, Callable]]) -> Iterator[None]:
-    """Let the model's code inside make its attention masks and ALiBi of whole rows."""
+    """Let the model's code inside describe its attention masks, and make its ALiBi, for whole rows."""
     with contextlib.ExitStack() as stack:
         for names, name, make in makers:
             stack.enter_context(replaced(names, {name: functools.partial(make, rows, names[name])}))
@@ -261,7 +293,7 @@ def _make_mask(rows: Rows, function: Callable, *args, **kwargs):
     given["attention_mask"] = rows.attention_mask
     if given.get("position_ids") is not None:  # by which this model parts documents
         given["position_ids"] = rows.position_ids if rows.documents else None
-    return function(**given)
+    return make_late(function, given)
 
 
 def _make_alibi(rows: Rows, function: Callable, attention_mask: Tensor, *args, **kwargs):

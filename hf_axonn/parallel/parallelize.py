@@ -46,7 +46,7 @@ from hf_axonn.parallel.adapters.install import install_adapters, without_wrapper
 from hf_axonn.parallel.adapters.peft_hooks import watch_peft
 from hf_axonn.parallel.batch_check import install_batch_check
 from hf_axonn.parallel.compiled import compile_regions
-from hf_axonn.parallel.context_parallel import check_context, describe_rows, install_context
+from hf_axonn.parallel.context_parallel import RowsChoice, choose_rows, install_context
 from hf_axonn.parallel.documents import install_documents
 from hf_axonn.parallel.four_bit import check_four_bit, four_bit_modules, pack_four_bit, refuse_quantized
 from hf_axonn.parallel.install import install_layers, shard_parameters
@@ -90,8 +90,8 @@ def parallelize(
         return model, Report(str(config.grid), "one rank, the model is untouched")
     inner = without_peft(model)
     device_type = _check(model, inner, config)
-    plan, layout, experts = _plan(inner, config)
-    state = _apply(inner, plan, layout, experts, config, device_type)
+    plan, layout, experts, rows = _plan(inner, config)
+    state = _apply(inner, plan, layout, experts, rows, config, device_type)
     for either in (inner, model):
         vars(either)["compile"] = functools.partial(compile_regions, state, inner)
     return model, state.report
@@ -126,19 +126,18 @@ def _check(model: nn.Module, inner: nn.Module, config: AxonnConfig) -> str:
     return device_type
 
 
-def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutChoice, ExpertChoice]:
+def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutChoice, ExpertChoice, RowsChoice]:
     """Second phase: decide how the model is sharded, and refuse what does not fit. Changes and communicates nothing.
 
     Raises:
-        ValueError: one of `check_plan`, `check_context`, `check_four_bit`, `choose_experts` and `choose_layout`;
+        ValueError: one of `check_plan`, `choose_rows`, `check_four_bit`, `choose_experts` and `choose_layout`;
             residual_dtype of a model whose layers are not known.
     """
     with without_wrappers(model):  # adapters follow what is done to the model that they adapt
         plan = plan_for(model)
     check_plan(model, plan)
-    if config.grid.context > 1:
-        with without_wrappers(model):
-            check_context(model, plan, config.grid)
+    with without_wrappers(model):
+        rows = choose_rows(model, plan, config)
     if config.residual_dtype != "model" and plan.decoder is None:
         raise ValueError(
             f"residual_dtype is {config.residual_dtype}, but {type(model).__name__} is sharded Linear by Linear, and "
@@ -148,7 +147,7 @@ def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutCh
         if any(True for _ in four_bit_modules(model)):
             check_four_bit(model, weight_kinds(model, plan), config.grid)
         experts = choose_experts(model, config.grid, requested=config.experts)
-        return plan, choose_layout(model, plan, y=config.grid.y, requested=config.layout), experts
+        return plan, choose_layout(model, plan, y=config.grid.y, requested=config.layout), experts, rows
 
 
 def _apply(
@@ -156,6 +155,7 @@ def _apply(
     plan: ShardingPlan,
     layout: LayoutChoice,
     experts: ExpertChoice,
+    rows: RowsChoice,
     config: AxonnConfig,
     device_type: str,
 ) -> ShardedModel:
@@ -167,11 +167,10 @@ def _apply(
     second_scales = pack_four_bit(model)
     broadcast_all([*model.parameters(), *model.buffers(), *second_scales])
     before = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
-    rows = describe_rows(model, plan, config.grid)
-    report = Report(str(config.grid), plan.summary(), layout.reason, rows, experts.reason)
+    report = Report(str(config.grid), plan.summary(), layout.reason, rows.reason, experts.reason)
     state = ShardedModel(mesh, config, model, report=report, features=layout.features, names=list(before))
     with without_wrappers(model):
-        _shard(model, plan, layout, experts, state)
+        _shard(model, plan, layout, experts, rows, state)
     model.axonn = state
     after = set(model.parameters())
     for parameter in [reference() for reference in before.values()]:
@@ -196,7 +195,12 @@ def _prepare_process() -> None:
 
 
 def _shard(
-    model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, experts: ExpertChoice, state: ShardedModel
+    model: nn.Module,
+    plan: ShardingPlan,
+    layout: LayoutChoice,
+    experts: ExpertChoice,
+    rows: RowsChoice,
+    state: ShardedModel,
 ) -> None:
     """Divide the model into stages, shard its parameters and install the sharded layers. No communication."""
     kinds, stages = weight_kinds(model, plan, experts=experts.kind), None
@@ -207,7 +211,7 @@ def _shard(
     shard_parameters(model, kinds, state)
     install_layers(model, plan, kinds, state, layout)
     if state.grid.context > 1:
-        install_context(state, model, plan)
+        install_context(state, model, plan, rows)
     install_documents(model)
     if stages is not None:
         pipeline = Pipeline(state, stages, model)

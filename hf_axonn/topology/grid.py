@@ -139,8 +139,9 @@ class Grid:
         return GridPosition(self, self.coordinates(rank))
 
     def positions(self, length: int) -> int:
-        """Positions of a row of `length` that each rank of context holds, those that fill it up included."""
-        return ceil_div(length, self.context)
+        """Positions of a row of `length` that each rank of context holds, those that fill it up included: an even
+        number, as they may be two stripes (engine/rows.py)."""
+        return 2 * ceil_div(length, 2 * self.context) if self.context > 1 else length
 
     def rank(self, *, data: int = 0, pipe: int = 0, z: int = 0, y: int = 0, x: int = 0) -> int:
         """The rank at a position; the inverse of `coordinates`."""

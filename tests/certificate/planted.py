@@ -304,6 +304,25 @@ def positions_in_wrong_order() -> None:
     context_parallel._rows_of = rows_of
 
 
+def stripes_in_wrong_order() -> None:
+    """Ranks of context number the second of their stripes as if these were dealt in the order of the ranks."""
+    stock = context_parallel._rows_of
+
+    def rows_of(*args):
+        rows = stock(*args)
+        first, second = torch.arange(2 * rows.parts * rows.stripe).view(2, rows.parts, rows.stripe)
+        dealt = torch.cat([first, second.flip(0)]).flatten()[: rows.length]
+        whole, take = rows.position_ids, rows.take
+
+        def take_dealt(tensor, fill=0):
+            return take(whole[:, dealt.clamp(max=rows.length - 1)] if tensor is whole else tensor, fill)
+
+        rows.__dict__["take"] = take_dealt
+        return rows
+
+    context_parallel._rows_of = rows_of
+
+
 def label_lost_at_the_cut() -> None:
     """Labels are shifted after rows are divided, so that the last position of a rank has nothing to predict."""
     stock = ShardedCausalLMLoss.weighted_nll
@@ -312,7 +331,7 @@ def label_lost_at_the_cut() -> None:
         rows = self._divided_rows(logits)
         if rows is not None:
             weights = weights.clone()
-            weights.view(rows.batch, -1)[:, rows.own_length - 1 :: rows.own_length] = 0
+            weights.view(rows.batch, -1)[:, rows.stripe - 1 :: rows.stripe] = 0
         return stock(self, logits, targets, weights)
 
     ShardedCausalLMLoss.weighted_nll = weighted_nll
@@ -349,6 +368,7 @@ ERRORS = {
         unreduced_by_deepspeed,
         ungathered_by_deepspeed,
         positions_in_wrong_order,
+        stripes_in_wrong_order,
         label_lost_at_the_cut,
         document_that_sees_its_neighbour,
     )

@@ -67,27 +67,35 @@ def test_planted_errors_are_found_and_named(ddp, tmp_path, error, kind, said):
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
-    """A job of packed rows for two ranks that divide their positions, run on one process, and its plan."""
+    """A job of packed rows for two ranks that divide their positions, run on one process, and a plan for each way of
+    attention."""
     folder = tmp_path_factory.mktemp("divided")
-    plan = plan_of(folder, 2, axonn_config={"grid": {"z": 2, "context": 2}})
-    return one_process(folder / "alone", plan, "llama", packing=True), plan
+    sections = {way: {"grid": {"z": 2, "context": 2}, "context_attention": way} for way in ("heads", "keys")}
+    plans = {way: plan_of(folder, 2, axonn_config=section) for way, section in sections.items()}
+    return one_process(folder / "alone", plans["heads"], "llama", packing=True), plans
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("way", "error", "said"),
     [
-        ("positions_in_wrong_order", "numbered as if the ranks of context came in the order 1, 0"),
-        ("label_lost_at_the_cut", "lose the label after each cut"),
-        ("document_that_sees_its_neighbour", "documents see each other"),
+        ("heads", "positions_in_wrong_order", "numbered as if the ranks of context came in the order 1, 0"),
+        ("heads", "label_lost_at_the_cut", "lose the label after each cut"),
+        ("heads", "document_that_sees_its_neighbour", "documents see each other"),
+        ("keys", "stripes_in_wrong_order", "numbered as if the stripes of context came in the order 0, 1, 3, 2"),
+        pytest.param("keys", "label_lost_at_the_cut", "are shifted in stripes", marks=pytest.mark.slow),
+        pytest.param("keys", "document_that_sees_its_neighbour", "documents see each other", marks=pytest.mark.slow),
     ],
 )
-def test_rows_that_are_divided_wrongly_are_found_and_named(divided, tmp_path, error, said):
-    assert_named(*divided, tmp_path / "certificate", error, "loss", said)
+def test_rows_that_are_divided_wrongly_are_found_and_named(divided, tmp_path, way, error, said):
+    job, plans = divided
+    assert_named(job, plans[way], tmp_path / "certificate", error, "loss", said)
 
 
 @pytest.mark.slow
-def test_divided_rows_are_equal(divided, tmp_path):
-    result = many_processes(divided[0], tmp_path / "certificate", divided[1])
+@pytest.mark.parametrize("way", ["heads", "keys"])
+def test_divided_rows_are_equal(divided, tmp_path, way):
+    job, plans = divided
+    result = many_processes(job, tmp_path / "certificate", plans[way])
     assert result.equal and result.groups == [[0, 1]]
 
 

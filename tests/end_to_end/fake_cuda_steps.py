@@ -96,11 +96,16 @@ def zero_bubble(kind: str, reads: HostReads) -> None:
     stage(kind, reads, "zero_bubble")
 
 
-def context(kind: str, reads: HostReads) -> None:
+def context(kind: str, reads: HostReads, way: str = "heads") -> None:
     """Rows of a length that context does not divide."""
-    model, _ = parallelize(make_fake(kind, num_hidden_layers=2), DIVIDED_ROWS)
+    config = AxonnConfig(grid=DIVIDED_ROWS, context_attention=way)
+    model, _ = parallelize(make_fake(kind, num_hidden_layers=2), config=config)
     with mock.patch.object(sys.modules[__name__], "SEQ", SEQ - 1):
         train(model, reads)
+
+
+def keys(kind: str, reads: HostReads) -> None:
+    context(kind, reads, "keys")
 
 
 def products(kind: str, reads: HostReads) -> None:
@@ -364,6 +369,7 @@ def streams(kind: str, reads: HostReads) -> None:
 
 SITUATIONS = dict(
     context=context,
+    keys=keys,
     first_stage=stage,
     last_stage=stage,
     zero_bubble=zero_bubble,

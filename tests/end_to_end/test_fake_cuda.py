@@ -15,7 +15,7 @@ from tests.helpers import fake_cuda
 
 
 STEPS = "tests.end_to_end.fake_cuda_steps"
-QUICK = ["llama", "llama-reentrant", "llama-lora", "mixtral-zero_bubble", "llama-context"]
+QUICK = ["llama", "llama-reentrant", "llama-lora", "mixtral-zero_bubble", "llama-keys"]
 # fp16 is by Accelerate, goldfish by a Trainer, default_device with dropout.
 QUICK += ["llama-fp16", "gpt2-default_device", "llama-goldfish", "llama-evaluate", "qwen3_moe-sample"]
 SLOW = ["mixtral", "gpt2", "starcoder2", "gemma2", "olmo2", "phi3", "mamba", "qwen3_moe", "deepseek_v3"]
@@ -35,7 +35,10 @@ SLOW += [
     "llama-first_stage",
     "mixtral-first_stage",
     "gpt2-last_stage",
+    "llama-context",
     "mixtral-context",
+    "mixtral-keys",
+    "gemma2-keys",
     "gemma2-context",
     "gemma2-zero_bubble",
 ]

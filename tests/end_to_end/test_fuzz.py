@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hf_axonn import AxonnConfig, AxonnPlugin, Grid, parallelize, save_sharded
 from hf_axonn.checkpoint.manifest import MANIFEST, Manifest, _checksum, check_complete
 from hf_axonn.cli.main import main as hf_axonn_cli
-from hf_axonn.config import LAYOUTS, REDUCE_DTYPES
+from hf_axonn.config import CONTEXT_ATTENTION, LAYOUTS, REDUCE_DTYPES
 from hf_axonn.launch.command import prepare_or_exit
 from hf_axonn.launch.launch_file import resolve
 from hf_axonn.topology.grid import AXES
@@ -63,6 +63,7 @@ SECTION = st.fixed_dictionaries(
         "keep_gathered": mostly(st.sampled_from(["none", "all", "recomputed", 0, 3, -1])),
         "tune_matmuls": mostly(st.booleans()),
         "layout": mostly(st.sampled_from(LAYOUTS)),
+        "context_attention": mostly(st.sampled_from(CONTEXT_ATTENTION)),
         "async_save": mostly(st.booleans()),
         "save_failure": mostly(st.sampled_from(["stop", "continue"])),
         "order": mostly(st.permutations(["data", "z", "y", "x"])),

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_axonn import Grid
+from hf_axonn import AxonnPlugin, Grid
+from hf_axonn.engine.rows import Rows
 from hf_axonn.goldfish.mask import STRATEGIES
 from hf_axonn.goldfish.table import TABLE_SIZE, save_table, table_sha256
 from tests.helpers.models import tiny_model
@@ -73,9 +74,11 @@ def packed_rows() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
 
 
-def kept_targets(folder: Path, grid: Grid | None) -> dict[str, torch.Tensor]:
+def kept_targets(folder: Path, plugin: AxonnPlugin | None) -> dict[str, torch.Tensor]:
     """Return the targets of the loss [2, 21] by strategy and width: on a grid joined over the ranks of context."""
-    trainer = make_trainer(folder / "run", grid, kind="llama", **BRIEF)
+    grid = plugin and plugin.grid
+    options = BRIEF | ({"parallelism_config": plugin} if plugin else {})
+    trainer = make_trainer(folder / "run", grid, kind="llama", **options)
     loss, found = trainer._token_loss(), {}
     name = "weighted_nll" if grid is None else "_own_nll"
     for strategy, width in itertools.product(STRATEGIES, (1, 3, 13)):
@@ -85,21 +88,25 @@ def kept_targets(folder: Path, grid: Grid | None) -> dict[str, torch.Tensor]:
             trainer.compute_loss(trainer.model, batch)
         _, targets, weights = called.call_args.args
         kept = targets.masked_fill(weights == 0, -100).view(2, -1)
-        found[f"{strategy} {width}"] = kept if grid is None else join_positions(kept, 21)
+        striped = plugin and plugin.config.context_attention == "keys"
+        found[f"{strategy} {width}"] = kept if grid is None else join_positions(kept, 21, grid, striped)
     return found
 
 
-def join_positions(own: torch.Tensor, length: int) -> torch.Tensor:
+def join_positions(own: torch.Tensor, length: int, grid: Grid, striped: bool) -> torch.Tensor:
     parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(parts, own.contiguous())
-    assert (torch.cat(parts, dim=1)[:, length:] == -100).all(), "what fills rows up counts nowhere"
-    return torch.cat(parts, dim=1)[:, :length]
+    filled = own.shape[1] * grid.context
+    whole = Rows(grid.place(0), 2, filled, torch.arange(filled), striped=striped)._in_rows(torch.stack(parts))
+    assert (whole[:, length:] == -100).all(), "what fills rows up counts nowhere"
+    return whole[:, :length]
 
 
-def test_masks_are_of_whole_rows_bit_by_bit(tmp_path):
+@pytest.mark.parametrize("way", ["heads", "keys"])
+def test_masks_are_of_whole_rows_bit_by_bit(tmp_path, way):
     truth = kept_targets(tmp_path, None)
     assert len({str(targets.tolist()) for targets in truth.values()}) > len(STRATEGIES)
-    for found in run_ranks(kept_targets, 2, tmp_path, Grid(z=2, context=2)):
+    for found in run_ranks(kept_targets, 2, tmp_path, AxonnPlugin(grid=Grid(z=2, context=2), context_attention=way)):
         assert [name for name, targets in truth.items() if not torch.equal(found[name], targets)] == []
 
 

@@ -34,6 +34,7 @@ def test_json_in_the_environment_reads_back_as_the_same():
         reduce_dtype="float64",
         keep_gathered=3,
         prefetch=2**28,
+        context_attention="keys",
         async_save=True,
         save_failure="continue",
         order=("x", "y", "z", "data"),

@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from hf_axonn import AxonnPlugin, Grid, parallelize
+from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.parallel.compiled import compile_regions
@@ -26,9 +27,10 @@ from tests.helpers.training import make_trainer, numbers
 LENGTHS = (8, 12, 9, 21)
 
 
-def sharded(grid: Grid, kind: str, *, lora: bool = False, **options) -> nn.Module:
+def sharded(grid: Grid, kind: str, *, lora: bool = False, way: str = "auto", **options) -> nn.Module:
     model = tiny_model(kind, **options)
-    model, _ = parallelize(adapt(model) if lora else model, grid)
+    config = AxonnConfig(grid=grid, context_attention=way)
+    model, _ = parallelize(adapt(model) if lora else model, config=config)
     return model.train()
 
 
@@ -126,7 +128,9 @@ def _kinds(grid: Grid) -> None:
     if grid.context > 1:
         assert_equal_to_eager(grid, "falcon")  # gathers whole rows
         assert_equal_to_eager(grid, "llama", lora=True)
-        assert_equal_to_eager(grid, "llama", options={"use_cache": False}, checkpoint=False)
+        for way in ("heads", "keys"):
+            assert_equal_to_eager(grid, "llama", options={"use_cache": False}, checkpoint=False, way=way)
+            assert_equal_to_eager(grid, "gemma2", attention="eager", way=way)
 
 
 @pytest.mark.slow

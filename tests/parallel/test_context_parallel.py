@@ -132,7 +132,6 @@ def test_what_divided_rows_do_not_have_is_refused_by_name():
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("llama", dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=36), "9 of its 9 heads"),
         ("bart", {}, "takes no position_ids"),
         ("mamba", {}, "no causal language model whose layers are known (no block plan for mamba models"),
         ("bamba", MAMBA | dict(z_loss_coefficient=0.1), "z_loss"),

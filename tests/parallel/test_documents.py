@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hf_axonn import Grid, parallelize, sync_gradients
+from hf_axonn.config import AxonnConfig
 from hf_axonn.engine import documents as documents_of_engine
 from hf_axonn.engine.documents import separate_documents, why_documents_mix
 from tests.helpers.equality import exact
@@ -200,7 +201,10 @@ def test_masks_that_number_documents_are_found_in_the_first_batch():
     assert separate_documents(model, batch) is batch
 
 
-GRIDS = (Grid(z=2), Grid(x=2), Grid(pipe=2), Grid(z=2, context=2))
+CONFIGS = (
+    *(AxonnConfig(grid=grid) for grid in (Grid(z=2), Grid(x=2), Grid(pipe=2), Grid(z=2, context=2))),
+    AxonnConfig(grid=Grid(z=2, context=2), context_attention="keys"),
+)
 
 
 @exact()
@@ -208,8 +212,9 @@ def on_grids() -> dict[str, list[float]]:
     """Errors of loss and gradients, and the number of logits that change, by grid and collator."""
     found = {}
     expected, gradients = truth(tiny_model("llama"))
-    for grid in GRIDS:
-        model, _ = parallelize(tiny_model("llama").train(), grid)
+    for config in CONFIGS:
+        grid = config.grid
+        model, _ = parallelize(tiny_model("llama").train(), config=config)
         for name, batch in collated().items():
             loss = model(**batch).loss
             loss.backward()
@@ -218,7 +223,11 @@ def on_grids() -> dict[str, list[float]]:
             model.zero_grad()
             errors = relative_errors(here, {name: gradients[name] for name in here})
             change = 0 if grid.pipe > 1 else changed(model, batch)  # only the last stage has logits
-            found[f"{grid}: {name}"] = [abs(loss.item() / expected.item() - 1), max(errors.values()), change]
+            found[f"{grid}, {config.context_attention}: {name}"] = [
+                abs(loss.item() / expected.item() - 1),
+                max(errors.values()),
+                change,
+            ]
     return found
 
 

@@ -196,15 +196,17 @@ def weights_picture() -> Drawing:
     return drawing
 
 
-ROW_LENGTH, ROW_HEADS, ROW_GRID = 10, 8, Grid(z=4, x=2, context=4)
+ROW_LENGTH, ROW_HEADS, ROW_GRID = 14, 8, Grid(z=4, x=2, context=4)
+ROW_CELL = 36.0
 CONTEXT_COLOURS = ("y", "x", "z", "data")  # by the index on context
 
 
-def own_positions(rank: int) -> list[int]:
+def own_positions(rank: int, striped: bool) -> list[int]:
     """Positions that a rank holds outside of attention; -1 behind the end of the row."""
     here = GridPosition(ROW_GRID, ROW_GRID.coordinates(rank))
     whole = torch.arange(ROW_LENGTH).unsqueeze(0)
-    return list(Rows(cast(GridMesh, here), 1, ROW_LENGTH, whole).take(whole, fill=-1)[0].tolist())
+    rows = Rows(cast(GridMesh, here), 1, ROW_LENGTH, whole, striped=striped)
+    return list(rows.take(whole, fill=-1)[0].tolist())
 
 
 def own_heads(rank: int) -> range:
@@ -219,32 +221,19 @@ def own_heads(rank: int) -> range:
 def rows_picture() -> Drawing:
     """The positions of a row outside of attention, and its heads inside."""
     drawing = Drawing(
-        f"A row of {ROW_LENGTH} positions and {ROW_HEADS} heads over the grid {ROW_GRID}: outside of attention a rank "
-        "holds some positions, in attention all positions of some heads."
+        f"A row of {ROW_LENGTH} positions and {ROW_HEADS} heads over the grid {ROW_GRID}: with heads a rank holds "
+        "some positions, and in attention all positions of some heads; with keys it holds two stripes of positions."
     )
-    left, cell, y = 118.0, 48.0, 30.0
-    ranks_of: dict[int, list[int]] = {}
-    for rank in range(ROW_GRID.size):
-        ranks_of.setdefault(ROW_GRID.coordinates(rank)["z"] % ROW_GRID.context, []).append(rank)
-    drawing.text(left, y - 10, "outside of attention: every module but attention, and the loss", "bold")
-    drawing.text(left - 12, y + 22, "positions", "small", "end")
-    for part, ranks in ranks_of.items():
-        places = own_positions(ranks[0])
-        for offset, place in enumerate(places):
-            x = left + (part * len(places) + offset) * cell
-            drawing.box(x, y, cell, 34, CONTEXT_COLOURS[part] if place >= 0 else "frame")
-            label, kind = (str(place), "") if place >= 0 else ("fill", "small")
-            drawing.text(x + cell / 2, y + 22, label, kind, "middle")
-        middle = left + (part + 0.5) * len(places) * cell
-        drawing.text(middle, y + 52, f"ranks {', '.join(map(str, ranks))}", f"t-{CONTEXT_COLOURS[part]}", "middle")
-        drawing.text(middle, y + 68, f"context={part}", "small", "middle")
+    left, cell, y = 118.0, ROW_CELL, 30.0
+    drawing.text(left, y - 10, "heads, outside of attention: every module but attention, and the loss", "bold")
+    _draw_positions(drawing, left, y, striped=False)
     y += 84
     drawing.arrow(left + 2 * cell, y, y + 44)
     drawing.text(left + 2 * cell + 14, y + 18, "all-to-all over context:", "small")
     drawing.text(left + 2 * cell + 14, y + 34, "q, k and v together", "small")
-    drawing.path(f"M{left + 7 * cell:g} {y + 44:g}V{y:g}m-4 6l4 -6l4 6")
-    drawing.text(left + 7 * cell + 14, y + 18, "all-to-all over context:", "small")
-    drawing.text(left + 7 * cell + 14, y + 34, "what attention has computed", "small")
+    drawing.path(f"M{left + 9 * cell:g} {y + 44:g}V{y:g}m-4 6l4 -6l4 6")
+    drawing.text(left + 9 * cell + 14, y + 18, "all-to-all over context:", "small")
+    drawing.text(left + 9 * cell + 14, y + 34, "what attention has computed", "small")
     y += 76
     drawing.text(left, y - 12, "in attention", "bold")
     for rank in sorted(range(ROW_GRID.size), key=lambda each: own_heads(each)[0]):
@@ -256,8 +245,31 @@ def rows_picture() -> Drawing:
             label = f"rank {rank}: context={part}, x={at_x}; positions 0 to {ROW_LENGTH - 1}"
             drawing.text(left + ROW_LENGTH * cell / 2, y + 18, label, "", "middle")
             y += 26
-    drawing.height = y + 12
+    y += 46
+    drawing.text(
+        left, y - 10, "keys, everywhere: in attention k and v of all positions are gathered over context", "bold"
+    )
+    _draw_positions(drawing, left, y, striped=True)
+    drawing.height = y + 78
     return drawing
+
+
+def _draw_positions(drawing: Drawing, left: float, y: float, striped: bool) -> None:
+    """Draw the positions that the ranks of each index on context hold, in the order in which they hold them."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank in range(ROW_GRID.size):
+        ranks_of.setdefault(ROW_GRID.coordinates(rank)["z"] % ROW_GRID.context, []).append(rank)
+    drawing.text(left - 12, y + 22, "positions", "small", "end")
+    for part, ranks in ranks_of.items():
+        places = own_positions(ranks[0], striped)
+        for offset, place in enumerate(places):
+            x = left + (part * len(places) + offset) * ROW_CELL
+            drawing.box(x, y, ROW_CELL, 34, CONTEXT_COLOURS[part] if place >= 0 else "frame")
+            label, kind = (str(place), "") if place >= 0 else ("fill", "small")
+            drawing.text(x + ROW_CELL / 2, y + 22, label, kind, "middle")
+        middle = left + (part + 0.5) * len(places) * ROW_CELL
+        drawing.text(middle, y + 52, f"ranks {', '.join(map(str, ranks))}", f"t-{CONTEXT_COLOURS[part]}", "middle")
+        drawing.text(middle, y + 68, f"context={part}", "small", "middle")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ from transformers.utils import logging
 
 from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
-from hf_axonn.parallel.context_parallel import check_context
+from hf_axonn.config import AxonnConfig
+from hf_axonn.parallel.context_parallel import choose_rows
 from tests.benchmarks.architectures.survey_table import HEADER, Row, markdown, summary, write_page
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, UNTRAINABLE, tiny_batch, tiny_model
 from tests.helpers import ROOT
@@ -166,8 +167,7 @@ def examine_all(specimens: list[Specimen], grid: Grid, folder: str) -> None:
 def is_refused(specimen: Specimen, grid: Grid) -> bool:
     """Return whether the rows of a model cannot be divided over the context of a grid; its row then has the reason."""
     try:
-        if grid.context > 1:
-            check_context(specimen.model, plan_for(specimen.model), grid)
+        choose_rows(specimen.model, plan_for(specimen.model), AxonnConfig(grid=grid))
     except ValueError as error:
         specimen.row.refused = str(error).partition(f"{grid}: ")[2].partition(". Omit context")[0]
     return bool(specimen.row.refused)

@@ -154,7 +154,7 @@ def test_pipe_with_other_axes() -> None:
     cases = [("smollm2", grid, {}, False) for grid in (Grid(pipe=2, y=2), Grid(pipe=2, data=2))]
     cases += [("qwen3", Grid(pipe=2, z=2), {"schedule": "zero_bubble", "keep_gathered": "all"}, False)]
     cases += [("gpt2", Grid(pipe=2, x=2), {}, True)]
-    cases += [("qwen3", Grid(pipe=2, z=2, context=2), {}, False)]
+    cases += [("qwen3", Grid(pipe=2, z=2, context=2), {"context_attention": way}, False) for way in ("heads", "keys")]
     check(4, cases, rows=8)
 
 
@@ -225,7 +225,9 @@ def test_every_model_on_every_grid(world: int, kind: str) -> None:
 @pytest.mark.parametrize("grid", [Grid(pipe=2, z=2, context=2), Grid(pipe=2, z=4, context=2)], ids=str)
 def test_stages_of_rows_that_context_divides(grid: Grid) -> None:
     cases = [("qwen3", grid, schedule, False) for schedule in SCHEDULES]
-    check(grid.size, [*cases, *((kind, grid, {}, kind == "gemma2") for kind in ("gpt2", "gemma2", "mixtral"))])
+    kinds, ways = ("gpt2", "gemma2", "mixtral"), ("heads", "keys")
+    cases += [(kind, grid, {"context_attention": way}, kind == "gemma2") for kind in kinds for way in ways]
+    check(grid.size, cases)
 
 
 @pytest.mark.slow

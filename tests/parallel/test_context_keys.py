@@ -1,0 +1,183 @@
+"""Rows whose positions are divided over context while keys and values are gathered: equal to one process.
+
+The cases are those of test_context_parallel.py, where heads are divided.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+from hf_axonn import parallelize
+from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.collectives import observe
+from hf_axonn.layers import attention_chunks
+from hf_axonn.topology.grid import Grid
+from tests.end_to_end.test_equivalence import SITUATIONS, packed, without_cache
+from tests.helpers.equality import Case, compare, exact, too_large
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import refused, run_ranks
+from tests.parallel.test_context_parallel import BOUND, FAMILIES, FOUR, HERE, QUICK, TWO, errors, of_model
+
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+def config_of(grid, way="keys"):
+    return AxonnConfig(grid=grid, context_attention=way)
+
+
+def with_way(case, way="keys"):
+    """The same case with one of the two ways of attention."""
+
+    def config(grid):
+        return dataclasses.replace(case.config(grid) or AxonnConfig(grid=grid), context_attention=way)
+
+    return dataclasses.replace(case, name=f"{case.name}, {way}", config=config)
+
+
+# Of the situations, also those with a head count that context does not divide, where auto takes keys.
+EVERY = [with_way(case) for case in HERE] + [case for case in SITUATIONS if "smollm2" in case.name]
+
+
+def test_situations_on_two_ranks():
+    quick = [with_way(case) for case in HERE if case.name in QUICK]
+    assert not errors([*quick, next(case for case in EVERY if case.name == "packed rows, smollm2")], TWO)
+
+
+def test_kinds_of_attention_on_two_ranks():
+    assert not errors([with_way(case) for case in FAMILIES], TWO)
+
+
+def test_context_beside_each_other_axis():
+    assert not errors([with_way(of_model("llama", steps=3))], FOUR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", FOUR, ids=str)
+def test_every_situation(grid):
+    assert not errors(EVERY, [grid])
+
+
+@pytest.mark.slow
+def test_kinds_of_attention_beside_each_other_axis():
+    assert not errors([with_way(case) for case in FAMILIES], FOUR)
+
+
+def in_chunks(monkeypatch):
+    """Let attention come in chunks of a few queries, which are computed again in float64."""
+    monkeypatch.setattr(attention_chunks, "LARGEST", 700)
+    again = functools.partial(checkpoint, context_fn=lambda: (contextlib.nullcontext(), exact()))
+    monkeypatch.setattr(attention_chunks, "checkpoint", again)
+
+
+@pytest.mark.parametrize("way", ["heads", "keys"])
+def test_chunks_of_queries(monkeypatch, way):
+    """Of a mask of documents for sdpa, of windows and soft caps, of sinks, and of two kinds of checkpoints."""
+    in_chunks(monkeypatch)
+    chosen = {"packed rows", "sliding window, eager", "reentrant checkpointing, two shapes", "left padding"}
+    cases = [case for case in HERE if case.name in chosen]
+    cases += [case for case in FAMILIES if case.name in ("gemma2", "gpt_oss", "deepseek_v3")]
+    assert len(cases) == 7
+    assert not errors([with_way(case, way) for case in cases], TWO)
+
+
+def traffic_of(grid):
+    """Collectives over context of a step, by kind."""
+    model, report = parallelize(tiny_model("llama").train(), grid, config=config_of(grid))
+    found, group = [], model.axonn.mesh.group("context")
+    with observe(lambda kind, payload, of: found.append((kind, payload)) if of is group else None):
+        model(**tiny_batch(2, 8)).loss.backward()
+    return found, report
+
+
+def test_a_layer_gathers_its_keys_and_values_once():
+    """Two layers of two rows, 4 positions a rank: k and v of 6 heads of 4 features together."""
+    for found, report in run_ranks(traffic_of, 2, Grid(z=2, context=2)):
+        keys = 2 * 4 * (6 + 6) * 4 * 8
+        assert found.count(("all_gather", keys)) == found.count(("reduce_scatter", keys)) == 2
+        assert not [kind for kind, _ in found if kind == "all_to_all"]
+        assert "2 attentions gather keys and values (as configured)" in str(report)
+
+
+def ways():
+    """What is said where context does not divide the heads."""
+    grid = TWO[0]
+    model = functools.partial(tiny_model, "llama", num_attention_heads=9, num_key_value_heads=3, hidden_size=36)
+    _, report = parallelize(model(), grid)
+    heads = refused(parallelize, model(), grid, config=config_of(grid, "heads"))
+    bidirectional = tiny_model("llama")
+    bidirectional.config.is_causal = False
+    return str(report), heads
+
+
+def test_heads_that_context_does_not_divide_stay_together():
+    for report, message in run_ranks(ways, 2):
+        assert "2 attentions gather keys and values (9 of its 9 heads are on a rank of (x, y), which" in report
+        assert "context_attention is heads" in message and "9 of its 9 heads" in message
+
+
+def flash(module, query, key, value, padding, scaling, sliding_window=None, position_ids=None, **options):
+    """As flash attention, in float64: the last query of each document sees its last key."""
+    queries, keys = (options.get(f"cu_seq_lens_{name}") for name in "qk")
+    if queries is None:
+        assert position_ids is None and padding is None
+        queries, keys = [0, query.shape[2]], [0, key.shape[2]]
+    else:
+        assert options["max_length_q"] == queries.diff().max() and options["max_length_k"] == keys.diff().max()
+    outputs = []
+    for place in range(len(queries) - 1):
+        own = query[:, :, queries[place] : queries[place + 1]]
+        seen, values = (each[:, :, keys[place] : keys[place + 1]] for each in (key, value))
+        offset = seen.shape[2] - own.shape[2]
+        distance = torch.arange(own.shape[2])[:, None] + offset - torch.arange(seen.shape[2])
+        mask = (distance >= 0) & (distance < (sliding_window or math.inf))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            own, seen, values, mask, scale=scaling, enable_gqa=True
+        )
+        outputs.append(attended.transpose(1, 2))
+    return torch.cat(outputs, dim=1), None
+
+
+def with_flash(kind, **changes):
+    model = tiny_model(kind, **changes)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
+
+
+def flash_cases():
+    """Cases by sdpa, and the same by flash attention on a grid: whole rows, windows, and packed ones."""
+    window = dict(sliding_window=5)
+    row = {name: value[:1] for name, value in packed().items()}
+    kinds = [("llama", {}, tiny_batch(2, 13), None), ("mistral", window, tiny_batch(2, 13), None)]
+    kinds += [("llama", {}, row, without_cache), ("mistral", dict(sliding_window=2), row, without_cache)]
+    for kind, changes, batch, before in kinds:
+        batch.pop("attention_mask", None)
+        case = Case(f"{kind} {list(batch)}", functools.partial(tiny_model, kind, **changes), [batch])
+        case = dataclasses.replace(case, before=before or case.before)
+        made = functools.partial(with_flash, kind, **changes)
+        yield dataclasses.replace(case, make=made, config=config_of), case.truth()
+
+
+def compare_flash(cases, grids):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash)
+        return compare(cases, grids)
+
+
+def test_flash_attention_is_called_with_the_ends_of_documents():
+    table = run_ranks(compare_flash, 2, list(flash_cases()), TWO)[0]
+    assert len(table) == 4 and not too_large(table, BOUND)
+
+
+@pytest.mark.slow
+def test_flash_attention_on_four_ranks():
+    table = run_ranks(compare_flash, 4, list(flash_cases()), [Grid(z=4, context=4)])[0]
+    assert not too_large(table, BOUND)
