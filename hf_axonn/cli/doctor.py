@@ -314,8 +314,8 @@ def _examine_batch(grid: Grid, options: argparse.Namespace, findings: Findings) 
         )
         if filled := positions * grid.context - options.seq:
             findings.warnings.append(
-                f"{options.seq} positions are not divisible by context = {grid.context}: {filled} pad positions are "
-                "added to each row."
+                f"{options.seq} positions are not divisible by 2 * context = {2 * grid.context}: {filled} pad "
+                "positions are added to each row."
             )
     if tokens < parts:
         findings.warnings.append(f"{tokens} tokens for x * y = {parts} ranks: most of them pad. Take more rows.")
@@ -347,6 +347,7 @@ def _examine_memory(
             residual_bytes=DTYPE_BYTES.get(launch.config.residual_dtype),
             checkpointing=options.checkpointing,
             keep_gathered=launch.config.keep_gathered,
+            context_attention=launch.config.context_attention,
         )
         parts = _first_rank_memory(shape, launch.config, step, layout, options.accumulation)
         total = parts.total - parts.states + states

@@ -12,7 +12,7 @@ from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE
 from hf_axonn.planner.predict import Prediction, predict
 from hf_axonn.planner.search import GridRanking, alternatives
-from hf_axonn.planner.shapes import heads_repeat
+from hf_axonn.planner.shapes import gathers_keys, heads_repeat
 from hf_axonn.topology.axis_order import ORDER, trim_order
 from hf_axonn.topology.grid import Grid
 
@@ -129,7 +129,7 @@ def _answer(found: GridRanking, costs: dict[str, Any]) -> list[str]:
         f"  {best.memory.total / 2**30:.1f} of {best.job.machine.memory / 2**30:.0f} GiB a GPU; checkpointing "
         f"{chosen['checkpointing']}, keep_gathered {chosen['keep_gathered']}, "
         f"{number_of(best.micro_batches, 'micro-batch', 'micro-batches')} of {number_of(rows, 'sequence')}"
-        + (f", {best.job.positions(best.grid):,} positions of each on a rank" if best.grid.context > 1 else ""),
+        + _positions(best),
         f"  {best.total - lost - waits - best.seconds['bubble']:.3g} s compute, {_part(lost, best)} s lost to "
         f"communication beside it, {_part(waits, best)} s waiting for communication"
         + (f", {_part(best.seconds['bubble'], best)} s for other stages" if best.pipelined else ""),
@@ -137,6 +137,15 @@ def _answer(found: GridRanking, costs: dict[str, Any]) -> list[str]:
         f"  {_cost_line(costs)}",
     ]
     return text + [f"  {line}" for line in (*doubts(found), *_rounding(best))]
+
+
+def _positions(best: Prediction) -> str:
+    """How context divides a sequence, or nothing."""
+    if best.grid.context == 1:
+        return ""
+    keys = gathers_keys(best.job.shape, best.grid, best.job.context_attention)
+    way = "on gathered keys and values" if keys else "by heads"
+    return f", {best.job.positions(best.grid):,} positions of each on a rank, attention {way}"
 
 
 def _stages(best: Prediction) -> list[str]:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
+    HeadFeatures,
     LayerPart,
     LayerShape,
     LinearCall,
@@ -32,7 +33,7 @@ from hf_axonn.planner.shapes import (
     ModelShape,
     UnshardedModule,
     WeightShape,
-    context_features,
+    gathers_keys,
     heads_repeat,
     own_elements,
     own_experts,
@@ -272,7 +273,7 @@ def _saved_by_layer(shape: ModelShape, layer: LayerShape, grid: Grid, step: Step
         elif isinstance(part, UnshardedModule):
             saved += sum(_saved_by_call(call, grid, step) for call in part.calls)
         elif part.down and part.query:
-            saved += _saved_by_latents(part, grid, step)
+            saved += _saved_by_latents(shape, part, grid, step)
         elif part.query:
             saved += tokens * shape.hidden / grid.y * step.compute_bytes
             saved += _saved_by_attention(shape, part, grid, step)
@@ -302,7 +303,7 @@ def _saved_by_attention(shape: ModelShape, block: BlockShape, grid: Grid, step: 
     query, kv = block.query_features, block.kv_features
     saved = (query + block.value_features + kv) * tokens / parts * repeat * compute
     if grid.context > 1:
-        saved = tokens * _saved_over_context(block, grid) * compute
+        saved = tokens * _saved_over_context(shape, block, grid, step) * compute
     if any(index is not None for index, _ in block.inner_norms):
         saved += (query + kv / 2) * tokens / parts * repeat * compute
     if any(index is None for index, _ in block.inner_norms):
@@ -315,15 +316,18 @@ def _saved_by_attention(shape: ModelShape, block: BlockShape, grid: Grid, step: 
     return saved + 4 * tokens * block.query / parts * repeat
 
 
-def _saved_over_context(block: BlockShape, grid: Grid) -> int:
-    """Features of a token that attention saves where context divides rows: queries, keys, values and output of whole
-    rows, kv heads repeated, in place of what they were made of; the output of its own positions, too, which is the row
-    layer's input where y does not gather that."""
-    arriving, output = context_features(block, grid)
-    return arriving + output * (2 if grid.y == 1 else 1)
+def _saved_over_context(shape: ModelShape, block: BlockShape, grid: Grid, step: Step) -> int:
+    """Features of a token that attention saves where context divides rows, in place of what they were made of; the
+    output of its own positions, too, which is the row layer's input where y does not gather that.
+
+    With heads: queries, keys, values and output of whole rows, kv heads repeated. With keys: own queries and output,
+    and keys and values of whole rows."""
+    keys = gathers_keys(shape, grid, step.context_attention)
+    features = HeadFeatures.from_block(block, grid, divided=not keys)
+    return features.query + features.keys * (grid.context if keys else 1) + features.output * (2 if grid.y == 1 else 1)
 
 
-def _saved_by_latents(block: BlockShape, grid: Grid, step: Step) -> float:
+def _saved_by_latents(shape: ModelShape, block: BlockShape, grid: Grid, step: Step) -> float:
     """Bytes of the inputs of all Linears; latents before and after their norms; full keys, in which every head has the
     rotary part, beside what they were made of; queries, values and attention's output."""
     tokens, parts, compute = step.padded_tokens(grid), grid.x * grid.y, step.compute_bytes
@@ -332,7 +336,7 @@ def _saved_by_latents(block: BlockShape, grid: Grid, step: Step) -> float:
     latents = 2 * sum(linear.rows for linear in block.down)
     heads = (2 * block.query_features + block.value_features + block.columns[-1].rows) / parts * repeat
     if grid.context > 1:
-        heads = _saved_over_context(block, grid)
+        heads = _saved_over_context(shape, block, grid, step)
     saved = tokens * (inputs + latents + heads) * compute
     if grid.y > 1:
         saved += tokens * block.value_features / grid.x * compute

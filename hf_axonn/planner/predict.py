@@ -28,7 +28,7 @@ from hf_axonn.planner.pipelined import (
     predict_pipeline,
     why_no_pipeline,
 )
-from hf_axonn.planner.shapes import ExpertsShape, LinearShape, ModelShape, own_heads
+from hf_axonn.planner.shapes import ExpertsShape, LinearShape, ModelShape, undivided_heads
 from hf_axonn.planner.step import BASES, BLOCK
 from hf_axonn.planner.time.exposed import hide_averages, layer_time
 from hf_axonn.planner.time.layer_traffic import LayerSeconds, Traffic, step_traffic
@@ -151,7 +151,7 @@ def refusal(job: Job, grid: Grid) -> str:
     if job.sequences % grid.dp_size:
         ranks = "data * z" if grid.context == 1 else "data * z / context"
         return f"{job.sequences} sequences are not divisible by {ranks} = {grid.dp_size}"
-    if grid.context > 1 and (why := why_whole_rows(job.shape, grid)):
+    if grid.context > 1 and (why := why_whole_rows(job, grid)):
         return why
     if grid.x * grid.y > job.sequences // grid.dp_size * job.positions(grid):
         return f"a (data, z) position has fewer tokens than x * y = {grid.x * grid.y}"
@@ -169,12 +169,13 @@ def refusal(job: Job, grid: Grid) -> str:
     return "" if any(pipeline_candidates(job, grid)) else why_no_pipeline(job, grid)
 
 
-def why_whole_rows(shape: ModelShape, grid: Grid) -> str:
-    """Return why the context of a grid cannot divide the rows of a model, or nothing."""
-    if not shape.divides_rows:
+def why_whole_rows(job: Job, grid: Grid) -> str:
+    """Return why the context of a grid cannot divide the sequences of a job, or nothing."""
+    if not job.shape.divides_rows:
         return f"context is {grid.context}, but it is not known that the rows of this model can be divided"
-    every = (block for layer, _ in shape.kinds for block in layer.blocks if block.query)
-    heads = next((heads for block in every if (heads := own_heads(block, grid)) % grid.context), 0)
+    if grid.context > job.seq:
+        return f"context = {grid.context} is more than the {job.seq} positions of a sequence"
+    heads = undivided_heads(job.shape, grid) if job.context_attention == "heads" else 0
     return f"{heads} query heads of a rank of (x, y) are not divisible by context = {grid.context}" if heads else ""
 
 

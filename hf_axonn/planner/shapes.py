@@ -245,7 +245,7 @@ class ModelShape:
             pipeline has is a ModelShape of its own (planner/stages.py)
         max_positions: tokens of a sequence that the config allows; 0: not said
         divides_rows: whether it is known that context may divide the positions of its rows: each token is computed by
-            itself but in attention, whose heads are divided meanwhile (layers/context_attention.py)
+            itself but in attention (layers/context_attention.py)
         notes: what a plan leaves out or only estimates, for its reader
     """
 
@@ -408,11 +408,34 @@ def own_heads(block: BlockShape, grid: Grid) -> int:
     return block.query * heads_repeat(block, grid) // (grid.x * grid.y)
 
 
-def context_features(block: BlockShape, grid: Grid) -> tuple[int, int]:
-    """Features of a token on one rank that attention exchanges over context: queries, keys and values together, kv
-    heads repeated until context divides them; and its output."""
-    here = grid.place(0)
-    heads = Heads.divide(block.query, block.kv, here)
-    query, kv = heads.own_query(here), lcm(heads.own_kv(here), grid.context)
-    width, of_value = block.query_features // block.query, block.value_features // block.query
-    return query * width + kv * (width + of_value), query * of_value
+def undivided_heads(shape: ModelShape, grid: Grid) -> int:
+    """Query heads of a rank of (x, y) that context does not divide; 0 if it divides those of every attention."""
+    every = (block for layer, _ in shape.kinds for block in layer.blocks if block.query)
+    return next((heads for block in every if (heads := own_heads(block, grid)) % grid.context), 0)
+
+
+def gathers_keys(shape: ModelShape, grid: Grid, requested: str) -> bool:
+    """Return whether attention over context gathers keys and values, and does not divide heads; `requested`: the
+    setting context_attention."""
+    if grid.context == 1 or requested == "heads":
+        return False
+    return requested == "keys" or undivided_heads(shape, grid) > 0
+
+
+@dataclass(frozen=True)
+class HeadFeatures:
+    """Features of a token on one rank in attention: of its queries, of its keys and values, and of its output."""
+
+    query: int
+    keys: int
+    output: int
+
+    @classmethod
+    def from_block(cls, block: BlockShape, grid: Grid, *, divided: bool) -> HeadFeatures:
+        """Count those of rank 0; `divided`: with kv heads repeated until context divides them."""
+        here = grid.place(0)
+        heads = Heads.divide(block.query, block.kv, here)
+        query, kv = heads.own_query(here), heads.own_kv(here)
+        kv = lcm(kv, grid.context) if divided else kv
+        width, of_value = block.query_features // block.query, block.value_features // block.query
+        return cls(query * width, kv * (width + of_value), query * of_value)

@@ -29,6 +29,7 @@ class StepSettings:
             begins as the rows of the embedding.
         checkpointing: whether every layer runs again in backward (not reentrant, which is Transformers' default).
         keep_gathered: recomputed, none, all or a number of layers, as in the settings of a run (config.py).
+        context_attention: auto, heads or keys, as in the settings of a run.
         lora: rank of the adapters of every Linear of the layers, which alone are trained, in float32; 0: none, all of
             the model is trained.
         base: form of the frozen weights of the layers' Linears, one of `BASES`: 4bit as in bitsandbytes, 4bit-double
@@ -42,6 +43,7 @@ class StepSettings:
     residual_bytes: int | None = None
     checkpointing: bool = False
     keep_gathered: str | int = "recomputed"
+    context_attention: str = "auto"
     lora: int = 0
     base: str = "full"
 

@@ -216,9 +216,9 @@ def test_ranks_of_context_hold_their_positions_of_a_row(tmp_path, capsys):
     # As many tokens; attention's output is there before and after its exchange.
     assert found[1] < found[2] == found[4] == pytest.approx(found[1], rel=0.2)
     assert main([*command, "--batch", "1", "--seq", "1022"]) == 1
-    assert "1022 positions are not divisible by context = 4: 2 pad positions are added to each row." in (
-        capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out
+    assert "1022 positions are not divisible by 2 * context = 8: 2 pad positions are added to each row." in printed
+    assert "attentions exchange heads for positions" in printed
 
 
 def test_linear_by_linear_and_types_that_the_formula_does_not_know(tmp_path, capsys):

@@ -80,6 +80,17 @@ def test_context_divides_what_is_saved_of_a_row(y, kv_heads):
     assert ratio == pytest.approx(2, rel=0.1)
 
 
+@pytest.mark.parametrize("kv_heads", [16, 2])
+def test_keys_and_values_of_a_whole_row_are_saved_where_they_are_gathered(kv_heads):
+    shape = DenseShape(layers=3, hidden=96, heads=16, kv_heads=kv_heads, intermediate=160, vocab=256)
+    step = Step(rows=2, seq=64, context_attention="keys")
+    divided = memory(shape, Grid(z=4, context=4), step)
+    fewer = memory(shape, Grid(z=4), replace(step, rows=1, seq=32))  # as many tokens
+    features = 6 * 16 + 3 * 2 * 6 * kv_heads  # the output once more; k and v of the three other ranks
+    assert divided.activations - fewer.activations == 3 * 32 * features * 2
+    assert divided.states == fewer.states and divided.gathered == fewer.gathered
+
+
 @pytest.mark.parametrize("grid", [Grid(x=2), Grid(z=2, x=2), Grid(y=2), Grid(z=2)], ids=str)
 def test_on_gloo_the_largest_reduction_of_a_mixture_is_there_twice(grid):
     """That of the gradient of all tokens [rows * seq, hidden] in bf16, which experts give."""

@@ -160,14 +160,25 @@ def test_context_is_where_the_model_allows_it():
     assert entry.candidate.step.rows * entry.micro_batches == 8 and entry.fits
     unknown = replace(LONG.shape, divides_rows=False)
     for changes, grid, message in (
-        ({}, Grid(z=16, x=4, context=16), "8 query heads of a rank of .x, y. are not divisible by context = 16"),
+        (
+            {"context_attention": "heads"},
+            Grid(z=16, x=4, context=16),
+            "8 query heads of a rank of .x, y. are not divisible by context = 16",
+        ),
         ({}, Grid(data=4, z=16, context=4), "8 sequences are not divisible by data . z / context = 16"),
-        ({"seq": 8, "sequences": 1}, Grid(z=16, x=2, context=16), "has fewer tokens than x . y = 2"),
+        ({"seq": 8, "sequences": 1}, Grid(z=8, x=4, context=8), "has fewer tokens than x . y = 4"),
+        (
+            {"seq": 8, "sequences": 1},
+            Grid(z=16, context=16),
+            "context = 16 is more than the 8 positions",
+        ),
         ({"shape": unknown}, Grid(z=16, context=16), "it is not known that the rows of this model can be divided"),
     ):
         with pytest.raises(ValueError, match=message):
             predict(replace(LONG, **changes), grid)
     assert {entry.grid.context for entry in plan(replace(LONG, shape=unknown), 16).ranked} == {1}
+    keys = predict(LONG, Grid(z=16, x=4, context=16))
+    assert keys.job.context_attention == "auto" and keys.fits, "keys are gathered where heads do not divide"
 
 
 def test_the_command_divides_rows(capsys, tmp_path):
@@ -179,7 +190,7 @@ def test_the_command_divides_rows(capsys, tmp_path):
     printed = capsys.readouterr().out
     best = plan(LONG, 16, free=EXACT).best
     size = best.grid.context
-    assert size > 1 and f", {65536 // size:,} positions of each on a rank\n" in printed
+    assert size > 1 and f", {65536 // size:,} positions of each on a rank, attention by heads\n" in printed
     head, first = (line for line in printed.splitlines() if line.startswith(("     data", "  1 ")))
     assert (
         head.split()[:4] == ["data", "z", "y", "x"] and head.split()[4] == "context" and first.split()[5] == str(size)
@@ -317,6 +328,9 @@ def test_long_sequences_and_repeated_attention_are_told(capsys, tmp_path):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = f"plan --model {tmp_path} --machine dgx-h100 --gpus 8 --batch-sequences 1".split()
+    assert main([*command, "--seq", "65536"]) == 0
+    assert "context: 8}" in (printed := capsys.readouterr().out) and "attention on gathered keys and values" in printed
+    command += ["--context", "1"]
     assert main([*command, "--seq", "1000000"]) == 0
     printed = capsys.readouterr().out
     assert "sequences of 1,000,000 tokens are longer than the 4,096 that the config allows" in printed

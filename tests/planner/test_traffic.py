@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -18,6 +19,7 @@ from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.losses import head_chunks
 from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.shapes import gathers_keys
 from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic import volumes as arithmetic
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
@@ -192,14 +194,18 @@ def test_rows_over_context_send_what_volumes_says(name, monkeypatch):
     monkeypatch.setattr(head_chunks, "CHUNK_LOGITS", 1500)
     monkeypatch.setattr(arithmetic, "CHUNK_LOGITS", 1500)
     case = CASES[name]
-    for grid in DIVIDED:
-        if case.shape.heads % (grid.x * grid.y * grid.context) and case.shape.heads % 2:
-            continue  # 9 heads
+    for grid, way in itertools.product(DIVIDED, ("heads", "keys")):
+        if way == "heads" and gathers_keys(case.shape, grid, "auto"):
+            way = "auto"
+        setting = {"context_attention": way}
+        divided = replace(case, step=case.step | setting, config=case.config | setting)
         for layout in layouts_on(grid, often=False):
             with world(grid, grid.size - 1):
-                ours, its = counted(case, grid, layout).entries, said(case, grid, layout).entries
+                ours, its = counted(divided, grid, layout).entries, said(divided, grid, layout).entries
             wrong = {key: (ours.get(key), its.get(key)) for key in {*ours, *its} if ours.get(key) != its.get(key)}
-            assert not wrong, f"{grid} {layout}: (counted, said) of {wrong}"
+            assert not wrong, f"{grid} {layout} {way}: (counted, said) of {wrong}"
+            exchanged = any(key.kind == "all_to_all" and "y" not in key.axes for key in ours)
+            assert exchanged == (way == "heads")
 
 
 def test_sizes_of_chunks_and_buckets_are_those_of_the_engine():

@@ -96,7 +96,7 @@ def test_context_sends_heads_of_whole_rows_and_back(z, context, kv_heads, inner)
     queries, values = 6 * (query + 2 * kv), 6 * query  # features of q, k, v together, and of attention's output
     for checkpointing in (False, True):
         step = Step(rows=4, seq=30 if context == 2 else 29, checkpointing=checkpointing)
-        tokens = 4 * (15 if context == 2 else 8)
+        tokens = 4 * (16 if context == 2 else 8)
         assert step.tokens(grid) == tokens
         found = volumes(shape, grid, replace(step, counted=True))
         expected = Ledger(grid)
@@ -111,6 +111,27 @@ def test_context_sends_heads_of_whole_rows_and_back(z, context, kv_heads, inner)
         rows.include(found)
         rows.add("forward", "all_reduce", ("data", "rows"), 8)  # kept tokens, which are counted of whole rows
         assert volumes(shape, grid, step).entries == rows.entries
+
+
+@pytest.mark.parametrize("inner", [{}, {"x": 2}, {"y": 2}], ids=str)
+@pytest.mark.parametrize("kv_heads", [16, 2])
+def test_context_gathers_keys_and_values(kv_heads, inner):
+    """One all-gather a layer and pass, of the kv heads of a rank as they are, and two collectives for the loss."""
+    shape, grid = replace(LLAMA, kv_heads=kv_heads), Grid(z=4, context=4, **inner)
+    parts = grid.x * grid.y
+    step = Step(rows=4, seq=29, counted=True, context_attention="keys")
+    keys = 4 * 8 * 2 * 6 * max(1, kv_heads // parts) * step.compute_bytes
+    expected = Ledger(grid)
+    expected.include(volumes(shape, Grid(z=4, **inner), replace(step, rows=1, seq=4 * 8)))
+    expected.add("forward", "all_gather", ("context",), 4 * keys, 4)
+    expected.add("backward", "reduce_scatter", ("context",), 4 * keys, 4)
+    expected.add("forward", "all_reduce", ("context",), 4)
+    expected.add("forward", "all_gather", ("context",), 4 * 8 * 4)
+    assert volumes(shape, grid, step).entries == expected.entries
+    heads = replace(step, context_attention="auto")
+    assert volumes(shape, grid, heads).entries != expected.entries
+    odd, others = replace(shape, heads=6, kv_heads=6), Grid(z=4, context=4)
+    assert volumes(odd, others, heads).entries == volumes(odd, others, step).entries, "auto where 4 does not divide 6"
 
 
 def test_z_moves_weights_three_times_and_x_y_divide_them():

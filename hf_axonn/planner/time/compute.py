@@ -25,12 +25,13 @@ from hf_axonn.planner.memory import ORIGIN
 from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
+    HeadFeatures,
     LayerShape,
     LinearCall,
     LinearShape,
     ModelShape,
     UnshardedModule,
-    context_features,
+    gathers_keys,
     heads_repeat,
     shard_shape,
 )
@@ -243,7 +244,8 @@ class Compute:
 
     def attention(self, block: BlockShape, repeat: int) -> tuple[float, float]:
         """Seconds of the rotation of q and k, and of attention itself: forward, backward. `repeat`: ranks that do the
-        same. Where context divides rows a rank has fewer heads of more positions, which is as much."""
+        same. Where context divides rows a rank has fewer heads of more positions, or early and late queries, which is
+        as much."""
         query, value, keys = block.query_features, block.value_features, block.kv_features / 2
         tokens = self.tokens * repeat / (self.grid.x * self.grid.y)
         # Scores and their use: 2 products of 2 T a for every key, of which a causal mask leaves half.
@@ -253,8 +255,14 @@ class Compute:
         moved = 5 * query + value + 6 * keys
         rotation = self.memory_seconds(moved * tokens * self.step.compute_bytes, 4)
         copies = 0.0
-        if self.grid.context > 1:  # before and after each of two exchanges what travels is read and written
-            exchanged = 4 * self.tokens * sum(context_features(block, self.grid)) * self.step.compute_bytes
+        if gathers_keys(self.shape, self.grid, self.step.context_attention):
+            # Before the gather they are joined, and after it stripes and then rows are put in order.
+            keys = HeadFeatures.from_block(block, self.grid, divided=False).keys
+            copied = (2 + 4 * self.grid.context) * self.tokens * keys * self.step.compute_bytes
+            copies = self.memory_seconds(copied, 3)
+        elif self.grid.context > 1:  # before and after each of two exchanges what travels is read and written
+            heads = HeadFeatures.from_block(block, self.grid, divided=True)
+            exchanged = 4 * self.tokens * (heads.query + heads.keys + heads.output) * self.step.compute_bytes
             copies = self.memory_seconds(exchanged, 8)
         return there + rotation + copies, ATTENTION_BACKWARD * back + 2 * rotation + copies
 

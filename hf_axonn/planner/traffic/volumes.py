@@ -18,12 +18,13 @@ from collections.abc import Sequence
 from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
+    HeadFeatures,
     LayerShape,
     LinearCall,
     LinearShape,
     ModelShape,
     UnshardedModule,
-    context_features,
+    gathers_keys,
     own_elements,
     own_experts,
     shard_shape,
@@ -87,6 +88,7 @@ class StepAccount:
                 f"layout is {layout!r}, but the residual stream is divided by {' or by '.join(RESIDUAL_LAYOUTS)}."
             )
         self.shape, self.grid, self.step = shape, grid, step
+        self.gathers_keys = gathers_keys(shape, grid, step.context_attention)
         self.by_features = layout == "feature" and grid.y > 1
         self.here = grid.coordinates(rank)
         self.place = GridPosition(grid, self.here)
@@ -175,9 +177,13 @@ class StepAccount:
                 ledger.add("backward", "exchange", axes, self.tokens * arriving * self.step.compute_bytes)
         for _, centered in block.inner_norms:
             self.add_statistics(ledger, axes, self.tokens, centered)
-        if block.query and grid.context > 1:  # ContextAttention: to whole rows of fewer heads, and back
-            for features in context_features(block, grid):
-                pair(ledger, "all_to_all", "all_to_all", ("context",), self.tokens * features)
+        if block.query and self.gathers_keys:  # ContextAttention: keys and values of whole rows
+            features = HeadFeatures.from_block(block, grid, divided=False)
+            pair(ledger, "all_gather", "reduce_scatter", ("context",), self.tokens * features.keys)
+        elif block.query and grid.context > 1:  # to whole rows of fewer heads, and back
+            features = HeadFeatures.from_block(block, grid, divided=True)
+            for sent in (features.query + features.keys, features.output):
+                pair(ledger, "all_to_all", "all_to_all", ("context",), self.tokens * sent)
         # RowParallel._forward
         row = block.row
         if "y" in axes:
