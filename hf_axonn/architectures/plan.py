@@ -105,7 +105,7 @@ class ShardingPlan:
 
     @property
     def borrows(self) -> bool:
-        """Whether some attention has the keys and values of another layer."""
+        """Return whether some attention has the keys and values of another layer."""
         return any(block.borrows for block in self.blocks)
 
     def why_undivided(self) -> str:

@@ -71,7 +71,7 @@ class ExpertBalance:
         self._state = parallel_state(model)
         found = {name: module for name, module in model.named_modules() if is_experts(module)}
         self._layers = {name: module for name, module in found.items() if not is_called_sorted(module)}
-        numbers: list[int] = [module.num_experts for module in self._layers.values()]  # type: ignore[misc]
+        numbers: list[int] = [module.num_experts for module in self._layers.values()]
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device=device)
         self._counts = torch.zeros(len(numbers), max(numbers, default=0), dtype=torch.int64, device=device)
         self._entropy = torch.zeros(2, dtype=widest_float(device), device=device)  # sum, tokens
@@ -194,6 +194,7 @@ def _counted_tokens(state: ParallelState | None, count: int, device: torch.devic
     row, position = place // tokens.seq, place % tokens.seq
     whole = tokens.seq
     if rows is not None:
-        position, whole = position + mesh.index("context") * tokens.seq, rows.length
+        own = rows.take(torch.arange(rows.length, device=device).unsqueeze(0), fill=rows.length)[0]
+        position, whole = own[position], rows.length
     height, width = real or (tokens.batch, whole)
     return (row < height) & (position < width)
