@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hf_axonn.architectures.divided_rows import (
     gathering_attentions,
     number_positions,
+    runs_along_row,
     takes_positions,
     why_heads_stay,
     why_rows_stay_whole,
@@ -33,6 +34,7 @@ from hf_axonn.compat.transformers import text_config
 from hf_axonn.engine.rows import Rows
 from hf_axonn.layers.base import patch_forward, patch_innermost, replaced, split_hidden_states
 from hf_axonn.layers.context_attention import ContextAttention
+from hf_axonn.losses.router_aux import RouterLogits
 from hf_axonn.parallel.sharded_model import ShardedModel
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.heads import Heads
@@ -73,8 +75,9 @@ def describe_rows(model: nn.Module, plan: ShardingPlan, grid: Grid) -> str:
         return ""
     attentions = sum(1 for block in plan.blocks if block.query)
     gathering = gathering_attentions(model, plan)
-    along = [name for name in plan.full_sequence if why_heads_stay(model.get_submodule(name))]
-    exchanging = attentions + len(plan.full_sequence) - len(gathering) - len(along)
+    full = {name: model.get_submodule(name) for name in plan.full_sequence}
+    along = [name for name, module in full.items() if runs_along_row(module)]
+    exchanging = attentions - len(gathering) + sum(not why_heads_stay(module) for module in full.values())
     parts = [f"{exchanging} attentions exchange heads for positions"] if exchanging else []
     if gathering:
         parts.append(f"{len(gathering)} attentions gather whole rows ({gathering[0]} ...)")
@@ -97,7 +100,7 @@ def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -
             state.blocks[module].gather_rows()
             arguments = list(inspect.signature(module.forward).parameters)
             patch_innermost(module, functools.partial(_with_whole_positions, state, arguments))
-        else:
+        elif runs_along_row(module):
             patch_innermost(module, functools.partial(_along_row, state))
     for module in model.modules():
         if _follows_longest_row(module):
@@ -141,6 +144,9 @@ def _forward(
     stage = state.context.stage
     if stage is not None and not stage.last:
         return output
+    for_itself = torch.is_grad_enabled() and not given.get("output_router_logits")
+    if isinstance(output, dict) and "router_logits" in output and (for_itself or stage is not None):
+        output["router_logits"] = None  # for the model's own auxiliary loss, which is made: not gathered
     if not keep:
         return _gather(rows, output)
     logits, output["logits"] = rows.gather_last(output["logits"], keep), None
@@ -293,19 +299,20 @@ def _gather(rows: Rows, output: Any) -> Any:
         return rows.gather(output) if output.dim() >= 2 and rows.is_own(output) else output
     if isinstance(output, dict):
         for name, value in output.items():
-            output[name] = _gather(rows, value) if name != "router_logits" else _whole_routers(rows, value)
+            output[name] = _gather(rows, value) if name != "router_logits" else _gather_routers(rows, value)
         return output
     if isinstance(output, tuple | list):
         return type(output)(_gather(rows, each) for each in output)
     return output
 
 
-def _whole_routers(rows: Rows, logits: Any) -> tuple[Tensor, ...] | None:
-    """Router logits [B * L, experts] of each layer -> [B * S, experts]; None in training, where the auxiliary loss has
-    been made of them and gathering all would cost more than the layer."""
-    if not logits or torch.is_grad_enabled():
+def _gather_routers(rows: Rows, logits: Any) -> RouterLogits | None:
+    """Router logits [B * L, experts] of each layer -> [B * S, experts], from which an auxiliary loss can be made as of
+    the model's own."""
+    if not logits:
         return None
-    return tuple(rows.gather(each.view(rows.batch, rows.own_length, -1)).flatten(0, 1) for each in logits)
+    whole = (rows.gather(each.reshape(rows.batch, rows.own_length, -1)).flatten(0, 1) for each in logits)
+    return RouterLogits(whole, getattr(logits, "router_loss", None))
 
 
 def _refuse_generate(grid: Grid, *_: Any, **__: Any) -> None:
