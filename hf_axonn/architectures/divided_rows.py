@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.architectures.plan import PER_TOKEN, ShardingPlan
+from hf_axonn.architectures.plan import PER_TOKEN, ShardingPlan, is_per_token
 from hf_axonn.compat.attention import (
     count_by_embeddings,
     counts_positions,
@@ -59,6 +59,13 @@ def why_rows_stay_whole(model: nn.Module, plan: ShardingPlan) -> str:
 def gathering_attentions(model: nn.Module, plan: ShardingPlan) -> list[str]:
     """Return the names of the attention blocks that gather whole rows, as their heads stay."""
     return [block.entry for block in plan.blocks if block.query and why_heads_stay(model.get_submodule(block.entry))]
+
+
+def runs_along_row(module: nn.Module) -> bool:
+    """Return whether a module that gets the full sequence needs whole rows: not attention whose heads are exchanged,
+    and not an MLP, as shared experts are, which computes each token by itself."""
+    by_token = type(module).__name__.endswith("MLP") and all(map(is_per_token, module.children()))
+    return not by_token and bool(why_heads_stay(module))
 
 
 def takes_positions(model: nn.Module) -> bool:

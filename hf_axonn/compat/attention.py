@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 Route = Callable[..., Any]  # called as (attention function, module, query, key, value, mask, **options)
 ATTENTION = "ALL_ATTENTION_FUNCTIONS"
+ROUTE = "attention_route"  # attribute of a module whose calls are routed
 ALIBI = "build_alibi_tensor"
 COUNT = "create_position_ids_from_input_ids"
 
@@ -45,7 +45,7 @@ def route_attention(module: nn.Module, route: Route) -> None:
     names = _forward_of(module).__globals__
     if not isinstance(names[ATTENTION], _Functions):
         names[ATTENTION] = _Functions(names[ATTENTION])
-    names[ATTENTION].routes[module] = route
+    vars(module)[ROUTE] = torch.compiler.disable(route)  # collectives on both ways, which no graph may hold
 
 
 def is_stock_sdpa(function: Callable, options: Mapping[str, Any]) -> bool:
@@ -60,21 +60,20 @@ class _Functions:
 
     def __init__(self, table: Any) -> None:
         self._table = table
-        self.routes: WeakKeyDictionary[nn.Module, Route] = WeakKeyDictionary()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._table, name)
 
     def __getitem__(self, name: str) -> Callable:
-        return functools.partial(self._call, self._table[name])
+        return functools.partial(_call, self._table[name])
 
     def get_interface(self, *args: Any) -> Callable:
-        return functools.partial(self._call, self._table.get_interface(*args))
+        return functools.partial(_call, self._table.get_interface(*args))
 
-    @torch.compiler.disable  # collectives on both ways, which no graph may hold
-    def _call(self, function: Callable, module: nn.Module, *args: Any, **options: Any) -> Any:
-        route = self.routes.get(module)
-        return function(module, *args, **options) if route is None else route(function, module, *args, **options)
+
+def _call(function: Callable, module: nn.Module, *args: Any, **options: Any) -> Any:
+    route = getattr(module, ROUTE, None)
+    return function(module, *args, **options) if route is None else route(function, module, *args, **options)
 
 
 def mask_functions(model: nn.Module) -> list[tuple[dict[str, Any], str]]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hf_axonn.architectures.divided_rows import (
     gathering_attentions,
     number_positions,
+    runs_along_row,
     takes_positions,
     why_heads_stay,
     why_rows_stay_whole,
@@ -36,6 +37,7 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.rows import Rows
 from hf_axonn.layers.base import patch_forward, patch_innermost, replaced, split_hidden_states
 from hf_axonn.layers.context_attention import ContextAttention
+from hf_axonn.losses.router_aux import RouterLogits
 from hf_axonn.parallel.sharded_model import ShardedModel
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.heads import Heads
@@ -75,8 +77,10 @@ def choose_rows(model: nn.Module, plan: ShardingPlan, config: AxonnConfig) -> Ro
             f"over the grid {grid}: {reason}. Omit context, and divide long rows over x."
         )
     gathering = gathering_attentions(model, plan)
-    along = [name for name in plan.full_sequence if why_heads_stay(model.get_submodule(name))]
-    undivided = _undivided_heads(model, plan, grid, gathering, along)
+    full = {name: model.get_submodule(name) for name in plan.full_sequence}
+    along = [name for name, module in full.items() if runs_along_row(module)]
+    exchanged = [name for name, module in full.items() if not why_heads_stay(module)]
+    undivided = _undivided_heads(model, plan, grid, gathering, exchanged)
     if undivided and requested == "heads":
         raise ValueError(
             f"context_attention is heads, which is not possible for {type(model).__name__} over the grid {grid}: "
@@ -84,7 +88,7 @@ def choose_rows(model: nn.Module, plan: ShardingPlan, config: AxonnConfig) -> Ro
         )
     keys = requested == "keys" or bool(undivided)
     how = f"gather keys and values ({undivided or 'as configured'})" if keys else "exchange heads for positions"
-    attentions = sum(1 for block in plan.blocks if block.query) + len(plan.full_sequence) - len(gathering) - len(along)
+    attentions = sum(1 for block in plan.blocks if block.query) + len(exchanged) - len(gathering)
     parts = [f"{attentions} attentions {how}"] if attentions else []
     if gathering:
         parts.append(f"{len(gathering)} attentions gather whole rows ({gathering[0]} ...)")
@@ -93,16 +97,18 @@ def choose_rows(model: nn.Module, plan: ShardingPlan, config: AxonnConfig) -> Ro
     return RowsChoice(keys, f"positions of rows over {grid.context} ranks of context: {', '.join(parts)}")
 
 
-def _undivided_heads(model: nn.Module, plan: ShardingPlan, grid: Grid, gathering: list[str], along: list[str]) -> str:
+def _undivided_heads(
+    model: nn.Module, plan: ShardingPlan, grid: Grid, gathering: list[str], exchanged: list[str]
+) -> str:
     """Return which query heads context does not divide, or nothing.
 
     Args:
-        gathering, along: names of attentions that gather whole rows, and of modules that run on them.
+        gathering, exchanged: names of attentions that gather whole rows, and of those on full sequences that do not.
     """
     here = grid.place(0)
     exchanging = [block for block in plan.blocks if block.query and block.entry not in gathering]
     every = {block.query: Heads.divide(block.query, block.kv, here).own_query(here) for block in exchanging}
-    if len(plan.full_sequence) > len(along) and (heads := getattr(text_config(model), "num_attention_heads", None)):
+    if exchanged and (heads := getattr(text_config(model), "num_attention_heads", None)):
         every[heads] = heads  # attention on full sequences, with all heads on each rank
     return next(
         (
@@ -128,7 +134,7 @@ def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan, c
             state.blocks[module].gather_rows()
             arguments = list(inspect.signature(module.forward).parameters)
             patch_innermost(module, functools.partial(_with_whole_positions, state, arguments))
-        else:
+        elif runs_along_row(module):
             patch_innermost(module, functools.partial(_along_row, state))
     for module in model.modules():
         if _follows_longest_row(module):
@@ -173,6 +179,9 @@ def _forward(
     stage = state.context.stage
     if stage is not None and not stage.last:
         return output
+    for_itself = torch.is_grad_enabled() and not given.get("output_router_logits")
+    if isinstance(output, dict) and "router_logits" in output and (for_itself or stage is not None):
+        output["router_logits"] = None  # for the model's own auxiliary loss, which is made: not gathered
     if not keep:
         return _gather(rows, output)
     logits, output["logits"] = rows.gather_last(output["logits"], keep), None
@@ -325,19 +334,20 @@ def _gather(rows: Rows, output: Any) -> Any:
         return rows.gather(output) if output.dim() >= 2 and rows.is_own(output) else output
     if isinstance(output, dict):
         for name, value in output.items():
-            output[name] = _gather(rows, value) if name != "router_logits" else _whole_routers(rows, value)
+            output[name] = _gather(rows, value) if name != "router_logits" else _gather_routers(rows, value)
         return output
     if isinstance(output, tuple | list):
         return type(output)(_gather(rows, each) for each in output)
     return output
 
 
-def _whole_routers(rows: Rows, logits: Any) -> tuple[Tensor, ...] | None:
-    """Router logits [B * L, experts] of each layer -> [B * S, experts]; None in training, where the auxiliary loss has
-    been made of them and gathering all would cost more than the layer."""
-    if not logits or torch.is_grad_enabled():
+def _gather_routers(rows: Rows, logits: Any) -> RouterLogits | None:
+    """Router logits [B * L, experts] of each layer -> [B * S, experts], from which an auxiliary loss can be made as of
+    the model's own."""
+    if not logits:
         return None
-    return tuple(rows.gather(each.view(rows.batch, rows.own_length, -1)).flatten(0, 1) for each in logits)
+    whole = (rows.gather(each.reshape(rows.batch, rows.own_length, -1)).flatten(0, 1) for each in logits)
+    return RouterLogits(whole, getattr(logits, "router_loss", None))
 
 
 def _refuse_generate(grid: Grid, *_: Any, **__: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from hf_axonn.architectures.divided_rows import why_heads_stay
+from hf_axonn.architectures.divided_rows import runs_along_row
 from hf_axonn.architectures.feature_layout import LayoutChoice
 from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan, is_inside
@@ -188,9 +188,8 @@ def _install_heads(state: ShardedModel, attention: nn.Module, heads: Heads, bloc
 
 
 def _install_dropout(model: nn.Module, plan: ShardingPlan, state: ShardedModel) -> None:
-    whole = [
-        name for name in plan.full_sequence if why_heads_stay(model.get_submodule(name))
-    ]  # on every rank of context
+    # Ranks of context repeat these.
+    whole = [name for name in plan.full_sequence if runs_along_row(model.get_submodule(name))]
     for name, module in model.named_modules():
         attributes = dropout_names(module)
         if attributes:

@@ -8,6 +8,7 @@ Checked with transformers 5.20 to 5.24 (trainer.py, trainer_pt_utils.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from hf_axonn.accelerator.prepare import shard_plain_model
+from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.compat.transformers import compute_where_launched, pass_on_ddp_timeout
@@ -27,6 +29,7 @@ from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
+from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.trainer import accumulation, hub, liger, resume, rollouts, saving, smoothing, trl, watching
 
 
@@ -208,6 +211,21 @@ def compute_loss(self, original: Callable, model: nn.Module, *args, **kwargs):
         return original(model, *args, **kwargs)
 
 
+def prediction_step(
+    self,
+    original: Callable,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    prediction_loss_only: bool,
+    ignore_keys: list[str] | None = None,
+):
+    """Leave logits to the loss where an evaluation returns nothing else."""
+    loss = getattr(without_peft(self.accelerator.unwrap_model(model)), "loss_function", None)
+    alone = prediction_loss_only and isinstance(loss, ShardedCausalLMLoss)
+    with loss.alone() if alone else contextlib.nullcontext():
+        return original(model, inputs, prediction_loss_only, ignore_keys)
+
+
 def get_num_trainable_parameters(self, original: Callable) -> int:
     """Count those of all stages over pipe."""
     return num_parameters(self.model, only_trainable=True) if parallel_state(self.model) else original()
@@ -236,6 +254,7 @@ WRAPPERS = (
     call_model_init,
     _get_num_items_in_batch,
     compute_loss,
+    prediction_step,
     get_num_trainable_parameters,
     *saving.WRAPPERS,
     *resume.WRAPPERS,

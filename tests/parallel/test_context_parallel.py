@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from hf_axonn import parallelize
 from hf_axonn.distributed.collectives import observe
@@ -107,6 +108,30 @@ def test_every_situation(grid):
 @pytest.mark.slow
 def test_kinds_of_attention_beside_each_other_axis():
     assert not errors(FAMILIES, FOUR[1:])  # kv heads of gemma and mistral are repeated on some
+
+
+def own_auxiliary_loss(model, batch, dp_size):
+    """A loss of one's own on router logits, beside one by the function of the model's file."""
+    output = model(**batch, output_router_logits=True)
+    probabilities = torch.stack(tuple(output.router_logits)).softmax(-1)
+    assert probabilities.shape[1] == batch["input_ids"].numel()
+    switch = modeling_qwen3_moe.load_balancing_loss_func(output.router_logits, 4, 2, batch["attention_mask"])
+    return output.loss + 0.7 * switch + (probabilities.mean(dim=1) ** 3).sum()
+
+
+def test_router_logits_are_whole_where_a_call_asks_for_them():
+    case = of_model("qwen3_moe", moe, output_router_logits=False)
+    case = dataclasses.replace(case, loss_of=own_auxiliary_loss)
+    assert not errors([case], TWO)
+
+
+def hidden_routers():
+    model, _ = parallelize(moe("qwen3_moe"), TWO[0])
+    return model.train()(**tiny_batch(2, 9)).router_logits
+
+
+def test_router_logits_of_the_config_alone_are_not_gathered_in_training():
+    assert run_ranks(hidden_routers, 2) == [None, None]
 
 
 def refusals():
