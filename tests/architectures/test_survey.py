@@ -8,10 +8,19 @@ import time
 import pytest
 import torch
 
+from hf_axonn.architectures.plan import plan_for
 from hf_axonn.engine.documents import separate_documents, why_documents_mix
 from tests.benchmarks.architectures import survey as architectures
-from tests.benchmarks.architectures.survey import BOUND, MODEL_TYPES, in_float64, prepare, survey, survey_grid
-from tests.benchmarks.architectures.survey_table import Row, divided_rows, markdown, summary
+from tests.benchmarks.architectures.survey import (
+    BOUND,
+    MODEL_TYPES,
+    divides_both,
+    in_float64,
+    prepare,
+    survey,
+    survey_grid,
+)
+from tests.benchmarks.architectures.survey_table import Row, divided_rows, markdown, summary, update_page
 from tests.benchmarks.architectures.tiny_configs import UNTRAINABLE, tiny_model
 from tests.helpers import ROOT
 
@@ -105,7 +114,10 @@ def test_the_survey_sees_what_is_wrong_and_goes_on(monkeypatch):
     assert [row.verdict(BOUND) for row in rows] == ["wrong", "wrong", "wrong", "planned"]
     assert "outside of the vocabulary" in broken.row.note(BOUND) and name in unequal.row.note(BOUND)
     assert late.row.note(BOUND) == "x2: hangs"
-    assert summary(rows, BOUND) == "4 model types: 3 wrong, 1 planned, 0 Linear by Linear, 0 not possible"
+    assert summary(rows, BOUND) == (
+        "4 model types: 3 wrong, 1 planned (1 with nothing on full sequences), 0 planned in part, 0 Linear by Linear, "
+        "0 not possible"
+    )
     table = markdown(rows, ["x2"], BOUND, 60)
     assert all(f"| {row.model_type} | {row.class_name} | {row.verdict(BOUND)} |" in table for row in rows)
 
@@ -135,3 +147,18 @@ def test_rows_of_all_of_them_are_divided_or_refused():
     assert not [row for row in rows if row.verdict(BOUND) == "wrong"], problems(rows)
     page = (ROOT / "docs/architectures.md").read_text(encoding="utf-8")
     assert divided_rows(rows, ["z2c2"], BOUND) in page, "the page is of another survey"
+
+
+def test_a_plan_of_one_kind_of_block_is_planned_in_part_and_lines_of_the_page_can_be_replaced(tmp_path):
+    rows = [Row("a", "A", planned=True, how="4 blocks"), Row("b", "B", how="no block plan for b")]
+    page = tmp_path / "page.md"
+    page.write_text(markdown(rows, ["x2"], BOUND, 60) + "\n## Divided rows\n\nas they were\n")
+    specimens = [prepare(model_type) for model_type in ("qwen3_next", "codegen", "mixtral")]
+    both = [divides_both(specimen.model, plan_for(specimen.model)) for specimen in specimens]
+    assert both == [True, False, True]
+    row = Row("b", "B", planned=True, part=True, whole=2, how="2 blocks, 2 modules on full sequences")
+    update_page(page, [row], BOUND)
+    text = page.read_text()
+    assert "| b | B | planned in part | 0 | 0 | 0e+00 |  | 2 blocks, 2 modules on full sequences |" in text
+    assert "2 model types: 0 wrong, 1 planned (1 with nothing on full sequences), 1 planned in part, 0 L" in text
+    assert "| a | A | planned |" in text and text.endswith("\n## Divided rows\n\nas they were\n")
