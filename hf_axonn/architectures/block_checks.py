@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_axonn.architectures.norm_probe import norm_kind
 from hf_axonn.architectures.table import BlockSpec
+from hf_axonn.architectures.trials import mixes_features
 from hf_axonn.compat.transformers import configured_head_counts, text_config
 from hf_axonn.engine.linears import is_linear, linear_size
 from hf_axonn.layers.norms import NormKind
@@ -96,6 +97,10 @@ def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | 
         if counts is None:
             return "its numbers of heads do not explain the sizes of its projections"
         return _unknown_parameters(entry, spec, layer, counts[0])
+    norms = [layer.get_submodule(name) for name in inner_norms(layer, spec)]
+    columns = {layer.get_submodule(name): len(parts) for name, parts in spec.columns.items()}
+    if mixes_features(entry, columns, layer.get_submodule(spec.row), norms):
+        return "its code computes with all of its features"
     return _unknown_parameters(entry, spec, layer, 0)
 
 

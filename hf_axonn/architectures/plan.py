@@ -36,7 +36,7 @@ from hf_axonn.layers.moe import is_experts
 from hf_axonn.layers.norms import NormKind
 
 
-PER_TOKEN = re.compile(r"Norm|Rotary|Dropout|Identity|Router|Activation|Gate$|Experts$")
+PER_TOKEN = re.compile(r"Norm|Rotary|Dropout|Identity|Router|Activation|AltUp$|Laurel|Gate$|Experts$")
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
