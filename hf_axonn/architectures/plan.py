@@ -101,7 +101,7 @@ class ShardingPlan:
         """Return whether a module sees full activations, the same on every rank of (x, y)."""
         if self.reason or not is_inside(name, self.layers):
             return True
-        return is_inside(name, self.full_sequence) or any(name in block.latent for block in self.blocks)
+        return is_inside(name, self.full_sequence) or any(is_inside(name, block.latent) for block in self.blocks)
 
     @property
     def borrows(self) -> bool:
@@ -129,18 +129,22 @@ def is_inside(name: str, others) -> bool:
     return any(".".join(parts[:length]) in others for length in range(1, len(parts) + 1))
 
 
-def plan_for(model: nn.Module) -> ShardingPlan:
-    """Return the plan of a model (without PEFT's outer wrapper)."""
+def plan_for(model: nn.Module, *, divided_rows: bool = False) -> ShardingPlan:
+    """Return the plan of a model (without PEFT's outer wrapper).
+
+    Args:
+        divided_rows: whether positions of rows are divided; then attention that chooses its keys gets full sequences.
+    """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in CHECKED:
         what = f"{model_type} models" if model_type else type(model).__name__
         return ShardingPlan(
             reason=f"no block plan for {what}: every Linear on its own, activations full on every (x, y)"
         )
-    return derive(model, model_type)
+    return derive(model, model_type, divided_rows=divided_rows)
 
 
-def derive(model: nn.Module, model_type: str) -> ShardingPlan:
+def derive(model: nn.Module, model_type: str, *, divided_rows: bool = False) -> ShardingPlan:
     """Derive the plan of a model, whether its type has been checked or not."""
     specs = block_specs(model_type, getattr(model, "tp_plan", None) or {}, text_config(model))
     found = next(_layer_lists(model, specs), None)
@@ -150,7 +154,8 @@ def derive(model: nn.Module, model_type: str) -> ShardingPlan:
     decoder = list_name.rpartition(".")[0]
     plan = ShardingPlan(decoder=decoder, layers=[f"{list_name}.{index}" for index in range(len(layers))])
     for name, layer in zip(plan.layers, layers, strict=True):
-        _plan_layer(model, plan, name, layer, specs)
+        fitting = (fit(spec, layer, divided_rows=divided_rows) for spec in specs)
+        _plan_layer(model, plan, name, layer, [spec for spec in fitting if spec is not None])
     if not plan.blocks and not _has_experts(model):
         return ShardingPlan(
             reason="no attention or MLP of this model can be sharded as a block: every Linear on its own"
@@ -189,8 +194,7 @@ def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Modul
     problems: dict[str, str] = {}
     inside: set[str] = set()  # entries, and rows and columns that lie outside of them
     for spec in specs:
-        spec = fit(spec, layer)
-        if spec is None or spec.entry in inside:
+        if spec.entry in inside:
             continue
         problem = block_problem(model, layer, spec)
         if problem:

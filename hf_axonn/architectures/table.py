@@ -64,9 +64,14 @@ def mlp(text: str, *, entry: str = "", latent: str = "") -> BlockSpec:
 
 def latent_attention(path: str, query: str) -> BlockSpec:
     """Describe multi-head latent attention, whose queries are made by `query`."""
-    before = ["kv_a_proj_with_mqa", "kv_a_layernorm"] + (["q_a_proj", "q_a_layernorm"] if query == "q_b_proj" else [])
+    before = ["kv_a_proj_with_mqa", "kv_a_layernorm"] + (["q_a_proj", "q_a_layernorm"] if query != "q_proj" else [])
     columns = {_join(path, name): ("query",) for name in (query, "kv_b_proj")}
     return BlockSpec(columns, _join(path, "o_proj"), path, True, latent=tuple(_join(path, name) for name in before))
+
+
+def _latent_attentions(path: str) -> list[BlockSpec]:
+    # The second makes queries and gates, head by head.
+    return [latent_attention(path, query) for query in ("q_b_proj", "q_gate_proj", "q_proj")]
 
 
 def _parse(text: str) -> tuple[str, list[tuple[str, tuple[str, ...]]], str]:
@@ -180,8 +185,7 @@ TABLE = {model_type: blocks for family, blocks in FAMILIES.items() for model_typ
 _USUAL = (
     attention(_LLAMA),
     _GATED,
-    latent_attention("self_attn", "q_b_proj"),
-    latent_attention("self_attn", "q_proj"),
+    *_latent_attentions("self_attn"),
     _FEED_FORWARD,
     mlp("shared_mlp: gate_proj up_proj -> down_proj"),
     mlp("shared_mlp: input_linear=own,own -> output_linear"),
@@ -255,7 +259,7 @@ def _specs_of_plan(tp_plan: dict[str, str]) -> list[BlockSpec]:
             continue
         prefix = f"{parent}: " if parent else ""
         if "kv_b_proj" in columns:
-            specs += [latent_attention(parent, query) for query in ("q_b_proj", "q_proj")]
+            specs += _latent_attentions(parent)
         elif re.search("attn|attention", kind):
             # k and v are of kv heads, everything else (queries, gates) is of query heads and comes first.
             columns = sorted(columns, key=lambda name: name[:2] in ("k_", "v_"))

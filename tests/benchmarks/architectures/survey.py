@@ -138,7 +138,7 @@ def divides_both(model: nn.Module, plan: ShardingPlan) -> bool:
 
 def examine(specimen: Specimen, grid: Grid) -> Finding:
     """Parallelize a specimen on this rank and compare; runs on every rank."""
-    plan = plan_for(specimen.model)
+    plan = plan_for(specimen.model, divided_rows=grid.context > 1)
     part = plan.reason is None and not divides_both(specimen.model, plan)
     model, report = parallelize(specimen.model, grid)
     mesh = model.axonn.mesh
@@ -183,7 +183,7 @@ def is_refused(specimen: Specimen, grid: Grid) -> bool:
     """Return whether the rows of a model cannot be divided over the context of a grid; its row then has the reason."""
     try:
         if grid.context > 1:
-            check_context(specimen.model, plan_for(specimen.model), grid)
+            check_context(specimen.model, plan_for(specimen.model, divided_rows=True), grid)
     except ValueError as error:
         specimen.row.refused = str(error).partition(f"{grid}: ")[2].partition(". Omit context")[0]
     return bool(specimen.row.refused)
