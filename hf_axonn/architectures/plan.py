@@ -52,7 +52,7 @@ class BlockPlan:
         attributes: of the entry, which hold a number of the full model and are to be made this rank's: name ->
             "query" or "kv"; a name like config.x is set on a copy of the module's config.
         arguments: of the entry, whose first dim is batch x query heads, or query heads.
-        latent, borrows: as in table.BlockSpec.
+        latent, cross, borrows: as in table.BlockSpec.
         inner_norms: norms over all features that a column layer returns or the row layer gets: their name -> what they
             are, and the name of that layer.
     """
@@ -66,6 +66,7 @@ class BlockPlan:
     attributes: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     latent: tuple[str, ...] = ()
+    cross: bool = False
     borrows: bool = False
     inner_norms: dict[str, tuple[NormKind, str]] = field(default_factory=dict)
 
@@ -212,6 +213,7 @@ def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Modul
                 attributes=spec.attributes,
                 arguments=spec.arguments,
                 latent=tuple(f"{name}.{path}" for path in spec.latent),
+                cross=spec.cross,
                 borrows=spec.borrows,
                 inner_norms={
                     f"{name}.{path}": (kind, f"{name}.{projection}")

@@ -25,6 +25,7 @@ class BlockSpec:
         grouped: what is divided are kv heads, each together with its query heads.
         latent: modules inside of it that make full latents of full activations (layers/latent_attention.py); of
             attention the one whose output ends in the rotary part of the keys first.
+        cross: whether its keys and values are made of other states than its queries, full ones.
         borrows: whether its keys and values are those of another layer.
     """
 
@@ -36,11 +37,18 @@ class BlockSpec:
     arguments: tuple[str, ...] = ()
     grouped: bool = False
     latent: tuple[str, ...] = ()
+    cross: bool = False
     borrows: bool = False
 
 
 def attention(
-    text: str, attributes: str = "", *, arguments: str = "", entry: str = "", grouped: bool = False
+    text: str,
+    attributes: str = "",
+    *,
+    arguments: str = "",
+    entry: str = "",
+    grouped: bool = False,
+    cross: bool = False,
 ) -> BlockSpec:
     """Describe attention, such as "self_attn: q_proj k_proj v_proj -> o_proj", or "attn: c_attn=query,kv,kv -> c_proj"
     where one projection packs queries, keys and values.
@@ -52,7 +60,7 @@ def attention(
     columns = {name: parts or (("kv",) if index else ("query",)) for index, (name, parts) in enumerate(named)}
     pairs = (word.partition("=") for word in attributes.split())
     kinds = {name: kind or "query" for name, _, kind in pairs}
-    return BlockSpec(columns, row, entry or path, True, kinds, tuple(arguments.split()), grouped)
+    return BlockSpec(columns, row, entry or path, True, kinds, tuple(arguments.split()), grouped, cross=cross)
 
 
 def mlp(text: str, *, entry: str = "", latent: str = "") -> BlockSpec:
@@ -90,6 +98,7 @@ def _join(path: str, name: str) -> str:
 # As `attention` and `mlp` read them.
 _LLAMA = "self_attn: q_proj k_proj v_proj -> o_proj"
 _BART = "self_attn: q_proj k_proj v_proj -> out_proj"
+_CROSS = "encoder_attn: q_proj k_proj v_proj -> out_proj"
 _GPT2 = "attn: c_attn=query,kv,kv -> c_proj"
 _ADAPTED = "shared_transformer.feed_forward: gate_up_proj=own,own gate_up_proj_adapter_list.*.1=own,own -> down_proj"
 _MOSHI = "self_attn: q_proj.linear k_proj.linear v_proj.linear -> o_proj.linear"
@@ -154,9 +163,17 @@ FAMILIES: dict[str, tuple[BlockSpec, ...] | Callable[[Any], tuple[BlockSpec, ...
     "dbrx": (attention("norm_attn_norm.attn: Wqkv=query,kv,kv -> out_proj", "hidden_size num_key_value_heads=kv"),),
     "lfm2": (attention(_BART), _W1_W3),
     "bart bigbird_pegasus biogpt blenderbot blenderbot-small marian mbart "
-    "musicgen_decoder musicgen_melody_decoder pegasus plbart prophetnet": (attention(_BART), _FC),
-    "opt whisper": (attention(_BART, "num_heads"), _FC),
-    "xglm mvp": (attention(_BART, "num_heads embed_dim"), _FC),
+    "musicgen_decoder musicgen_melody_decoder pegasus plbart prophetnet": (
+        attention(_BART),
+        attention(_CROSS, cross=True),
+        _FC,
+    ),
+    "opt whisper": (attention(_BART, "num_heads"), attention(_CROSS, "num_heads", cross=True), _FC),
+    "xglm mvp": (
+        attention(_BART, "num_heads embed_dim"),
+        attention(_CROSS, "num_heads embed_dim", cross=True),
+        _FC,
+    ),
     "trocr": (_FC,),
     "gpt2 gpt-sw3": (attention(_GPT2, "split_size"), _C_FC),
     "openai-gpt": (attention(_GPT2, "split_size n_head"), _C_FC),

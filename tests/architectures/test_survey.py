@@ -21,7 +21,7 @@ from tests.benchmarks.architectures.survey import (
     survey_grid,
 )
 from tests.benchmarks.architectures.survey_table import Row, divided_rows, markdown, summary, update_page
-from tests.benchmarks.architectures.tiny_configs import UNTRAINABLE, tiny_model
+from tests.benchmarks.architectures.tiny_configs import HIDDEN, UNTRAINABLE, tiny_model
 from tests.helpers import ROOT
 
 
@@ -57,6 +57,19 @@ def test_one_of_each_kind(kinds):
     assert not problems(rows)
     assert all(set(row.errors) == {"x2y2", "z2"} and row.sharded > 0 for row in rows)
     assert all(row.planned for row in rows if row.model_type == "llama")
+
+
+def test_attention_to_states_of_an_encoder_is_divided_by_heads(monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    states = torch.randn(4, 5, HIDDEN, generator=generator, dtype=torch.float64)
+    batch = architectures.tiny_batch
+    monkeypatch.setattr(architectures, "tiny_batch", lambda model: batch(model) | {"encoder_hidden_states": states})
+    specimens = [prepare(model_type) for model_type in ("bart", "marian", "mvp")]
+    assert all(name in specimens[0].gradients for name in ("model.decoder.layers.0.encoder_attn.k_proj.weight",))
+    for grid in ("x2y2", "x2z2"):
+        survey_grid(specimens, grid)
+    rows = [specimen.row for specimen in specimens]
+    assert not problems(rows) and not any(row.whole for row in rows)
 
 
 def mixes_documents(model) -> bool:
