@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_axonn.architectures.norm_probe import norm_kind
 from hf_axonn.architectures.table import BlockSpec
+from hf_axonn.architectures.trials import mixes_features
 from hf_axonn.compat.transformers import configured_head_counts, text_config
 from hf_axonn.engine.linears import is_linear, linear_size
 from hf_axonn.layers.norms import NormKind
@@ -39,6 +40,8 @@ GLOBAL_SIZES = {
 }
 # Projections of attention's input that scale its output: a number for each query head, or for each of its features.
 GATES = ("gate_proj", "g_proj")
+# Parts of latent attention that choose keys for all of its heads, from full activations.
+INDEXERS = ("indexer",)
 _KNOWN_NORMS: dict = {}  # what norm_kind has found out, by class and numbers
 
 
@@ -50,11 +53,11 @@ def has_module(module: nn.Module, path: str) -> bool:
         return False
 
 
-def fit(spec: BlockSpec, layer: nn.Module) -> BlockSpec | None:
+def fit(spec: BlockSpec, layer: nn.Module, *, divided_rows: bool = False) -> BlockSpec | None:
     """Return a spec as a layer has it, None if it does not.
 
     Attention may lack projections of keys and values: those of values are its keys then, or both are those of another
-    layer. And it may have a gate beside them.
+    layer. And it may have a gate beside them, and latent attention an indexer where it gets whole rows.
     """
     spec = _without_patterns(spec, layer)
     missing = [name for name in spec.columns if not has_module(layer, name)]
@@ -65,8 +68,12 @@ def fit(spec: BlockSpec, layer: nn.Module) -> BlockSpec | None:
     if spec.is_attention:
         gates = (f"{spec.entry}.{name}" for name in GATES)
         columns |= {name: ("query",) for name in gates if has_module(layer, name)}
+    latent = spec.latent
+    if spec.is_attention and latent and not divided_rows:
+        indexers = (f"{spec.entry}.{name}" for name in INDEXERS)
+        latent += tuple(name for name in indexers if has_module(layer, name))
     borrows = bool(missing) and not any("kv" in parts for parts in columns.values())
-    return replace(spec, columns=columns, borrows=borrows)
+    return replace(spec, columns=columns, latent=latent, borrows=borrows)
 
 
 def _without_patterns(spec: BlockSpec, layer: nn.Module) -> BlockSpec:
@@ -96,6 +103,10 @@ def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | 
         if counts is None:
             return "its numbers of heads do not explain the sizes of its projections"
         return _unknown_parameters(entry, spec, layer, counts[0])
+    norms = [layer.get_submodule(name) for name in inner_norms(layer, spec)]
+    columns = {layer.get_submodule(name): len(parts) for name, parts in spec.columns.items()}
+    if mixes_features(entry, columns, layer.get_submodule(spec.row), norms):
+        return "its code computes with all of its features"
     return _unknown_parameters(entry, spec, layer, 0)
 
 
@@ -169,7 +180,10 @@ def _unknown_parameters(entry: nn.Module, spec: BlockSpec, layer: nn.Module, que
     own = () if entry in (module for inner in known for module in inner) else entry.parameters(recurse=False)
     if any(parameter.shape[:1] != (query,) for parameter in own):
         return "it has parameters that are not one for each head"
-    names = ("head_dim", "head_size", "v_head_dim", "attention_head_size")
+    names = ["head_dim", "head_size", "v_head_dim", "attention_head_size"]
+    names += (
+        ["qk_rope_head_dim"] if spec.latent else []
+    )  # one part of the keys for all heads, see layers/latent_attention
     head_sizes = {getattr(entry, name, None) for name in names}
     for name, module in entry.named_modules():
         if any(module in inner for inner in known):

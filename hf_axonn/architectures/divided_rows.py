@@ -26,8 +26,9 @@ from hf_axonn.compat.transformers import has_causal_lm_loss
 from hf_axonn.engine.linears import is_linear
 
 
-MIXES = {  # types whose code reads along the row where nothing of the above shows it
+MIXES = {  # types whose code reads along the row, or fails on pads, where nothing else shows it
     "blt": "its patches of bytes reach across ranks",
+    "gemma3n_text": "the zeros that may fill up rows have no gradient where it divides by their magnitude",
     "doge": "its attention mask is computed from values of whole rows",
 }
 # Types whose forward counts positions in its code: whether it then numbers the tokens that its mask keeps, or all.
@@ -51,7 +52,7 @@ def why_rows_stay_whole(model: nn.Module, plan: ShardingPlan) -> str:
         return "it counts positions from its tokens or its attention mask"
     for block in plan.blocks:
         attention = model.get_submodule(block.entry)
-        if block.latent and (reason := why_heads_stay(attention)):
+        if block.query and block.latent and (reason := why_heads_stay(attention)):
             return f"{block.entry}, a {type(attention).__name__} that makes latents, {reason}"
     return ""
 

@@ -7,16 +7,16 @@ by name. No communication; the model is unchanged.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.architectures.norm_probe import EXACT, close, isolate, norm_kind
+from hf_axonn.architectures.norm_probe import norm_kind
 from hf_axonn.architectures.plan import ShardingPlan, is_inside
+from hf_axonn.architectures.trials import EXACT, close, isolate, replace_forwards
 from hf_axonn.engine.linears import linear_size
 from hf_axonn.layers.norms import NormKind
 
@@ -129,7 +129,7 @@ def layer_problem(model: nn.Module, plan: ShardingPlan, name: str, norms: dict[n
     for extras in (1, 0, 2):
         stubs |= {module: _stub(torch.tanh, extras) for module in attention}
         try:
-            with _replace_forwards(layer, stubs), torch.no_grad():
+            with replace_forwards(layer, stubs), torch.no_grad():
                 full, parts = _call(layer, hidden), [_call(layer, part) for part in hidden.split((2, 4), dim=-1)]
             if full.shape == hidden.shape and close(full, torch.cat(parts, dim=-1), EXACT):
                 return None
@@ -153,24 +153,3 @@ def _call(layer: nn.Module, hidden: Tensor) -> Tensor:
     named = [each for each in others if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     output = layer.forward(hidden, **{each.name: None for each in named if each.default is each.empty})
     return output[0] if isinstance(output, tuple) else output
-
-
-@contextlib.contextmanager
-def _replace_forwards(layer: nn.Module, stubs: dict[nn.Module, Callable]) -> Iterator[None]:
-    """Give modules another forward for a while, and take the layer out of training mode: dropout is elementwise."""
-    training = {module: module.training for module in layer.modules()}
-    before = {module: vars(module).get("forward") for module in stubs}
-    try:
-        for module in training:
-            module.training = False
-        for module, stub in stubs.items():
-            module.forward = stub
-        yield
-    finally:
-        for module, was in training.items():
-            module.training = was
-        for module, forward in before.items():
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward

@@ -8,10 +8,8 @@ numbers and finds the same.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_axonn.architectures.trials import EXACT, close, isolate
 from hf_axonn.layers.norms import ROUNDINGS, FeatureShards, NormKind, normalize
 
 
 ROWS = 8  # tokens of a trial
 USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)  # of classes that keep theirs in the code
 SCALES = (1e-4, 1.0, 1e4)  # of the input: eps counts for the first, cancellation shows for the last
-EXACT = 1e-12
 SINGLE = 1e-5
 DIFFERENT_BITS = 0.02  # of the elements in 16 bits: sums in another order seldom round otherwise, other places often
 
@@ -70,14 +68,6 @@ def _probe(module: nn.Module, size: int) -> NormKind | None:
             return _first_kind(module, size, values, inputs)
     except Exception:  # a module that cannot be called with hidden states alone is no norm
         return None
-
-
-@contextlib.contextmanager
-def isolate() -> Iterator[None]:
-    """Run on the CPU, even where models are built on meta, and leave no trace of random numbers or warnings."""
-    with torch.device("cpu"), torch.random.fork_rng([]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _first_kind(module: nn.Module, size: int, values: dict[str, Tensor], inputs: list[Tensor]) -> NormKind | None:
@@ -132,11 +122,6 @@ def _agrees(module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_
             gradients = torch.autograd.grad(result, list(leaves.values()), cotangent)
             results.append((result, *gradients))
     return all(close(theirs, ours, EXACT) for theirs, ours in zip(*results, strict=True))
-
-
-def close(truth: Tensor, ours: Tensor, bound: float) -> bool:
-    """Return whether the largest difference is within `bound`, a share of the largest value of `truth`."""
-    return bool((truth - ours).abs().max() <= bound * truth.abs().max())
 
 
 def _rounds_alike(module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_: Tensor) -> bool:

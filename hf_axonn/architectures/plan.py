@@ -36,7 +36,7 @@ from hf_axonn.layers.moe import is_experts
 from hf_axonn.layers.norms import NormKind
 
 
-PER_TOKEN = re.compile(r"Norm|Rotary|Dropout|Identity|Router|Activation|Gate$|Experts$")
+PER_TOKEN = re.compile(r"Norm|Rotary|Dropout|Identity|Router|Activation|AltUp$|Laurel|Gate$|Experts$")
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
@@ -52,7 +52,7 @@ class BlockPlan:
         attributes: of the entry, which hold a number of the full model and are to be made this rank's: name ->
             "query" or "kv"; a name like config.x is set on a copy of the module's config.
         arguments: of the entry, whose first dim is batch x query heads, or query heads.
-        latent, borrows: as in table.BlockSpec.
+        latent, cross, borrows: as in table.BlockSpec.
         inner_norms: norms over all features that a column layer returns or the row layer gets: their name -> what they
             are, and the name of that layer.
     """
@@ -66,6 +66,7 @@ class BlockPlan:
     attributes: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     latent: tuple[str, ...] = ()
+    cross: bool = False
     borrows: bool = False
     inner_norms: dict[str, tuple[NormKind, str]] = field(default_factory=dict)
 
@@ -101,7 +102,7 @@ class ShardingPlan:
         """Return whether a module sees full activations, the same on every rank of (x, y)."""
         if self.reason or not is_inside(name, self.layers):
             return True
-        return is_inside(name, self.full_sequence) or any(name in block.latent for block in self.blocks)
+        return is_inside(name, self.full_sequence) or any(is_inside(name, block.latent) for block in self.blocks)
 
     @property
     def borrows(self) -> bool:
@@ -129,18 +130,22 @@ def is_inside(name: str, others) -> bool:
     return any(".".join(parts[:length]) in others for length in range(1, len(parts) + 1))
 
 
-def plan_for(model: nn.Module) -> ShardingPlan:
-    """Return the plan of a model (without PEFT's outer wrapper)."""
+def plan_for(model: nn.Module, *, divided_rows: bool = False) -> ShardingPlan:
+    """Return the plan of a model (without PEFT's outer wrapper).
+
+    Args:
+        divided_rows: whether positions of rows are divided; then attention that chooses its keys gets full sequences.
+    """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in CHECKED:
         what = f"{model_type} models" if model_type else type(model).__name__
         return ShardingPlan(
             reason=f"no block plan for {what}: every Linear on its own, activations full on every (x, y)"
         )
-    return derive(model, model_type)
+    return derive(model, model_type, divided_rows=divided_rows)
 
 
-def derive(model: nn.Module, model_type: str) -> ShardingPlan:
+def derive(model: nn.Module, model_type: str, *, divided_rows: bool = False) -> ShardingPlan:
     """Derive the plan of a model, whether its type has been checked or not."""
     specs = block_specs(model_type, getattr(model, "tp_plan", None) or {}, text_config(model))
     found = next(_layer_lists(model, specs), None)
@@ -150,7 +155,8 @@ def derive(model: nn.Module, model_type: str) -> ShardingPlan:
     decoder = list_name.rpartition(".")[0]
     plan = ShardingPlan(decoder=decoder, layers=[f"{list_name}.{index}" for index in range(len(layers))])
     for name, layer in zip(plan.layers, layers, strict=True):
-        _plan_layer(model, plan, name, layer, specs)
+        fitting = (fit(spec, layer, divided_rows=divided_rows) for spec in specs)
+        _plan_layer(model, plan, name, layer, [spec for spec in fitting if spec is not None])
     if not plan.blocks and not _has_experts(model):
         return ShardingPlan(
             reason="no attention or MLP of this model can be sharded as a block: every Linear on its own"
@@ -189,8 +195,7 @@ def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Modul
     problems: dict[str, str] = {}
     inside: set[str] = set()  # entries, and rows and columns that lie outside of them
     for spec in specs:
-        spec = fit(spec, layer)
-        if spec is None or spec.entry in inside:
+        if spec.entry in inside:
             continue
         problem = block_problem(model, layer, spec)
         if problem:
@@ -208,6 +213,7 @@ def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Modul
                 attributes=spec.attributes,
                 arguments=spec.arguments,
                 latent=tuple(f"{name}.{path}" for path in spec.latent),
+                cross=spec.cross,
                 borrows=spec.borrows,
                 inner_norms={
                     f"{name}.{path}": (kind, f"{name}.{projection}")

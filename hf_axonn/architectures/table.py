@@ -25,6 +25,7 @@ class BlockSpec:
         grouped: what is divided are kv heads, each together with its query heads.
         latent: modules inside of it that make full latents of full activations (layers/latent_attention.py); of
             attention the one whose output ends in the rotary part of the keys first.
+        cross: whether its keys and values are made of other states than its queries, full ones.
         borrows: whether its keys and values are those of another layer.
     """
 
@@ -36,11 +37,18 @@ class BlockSpec:
     arguments: tuple[str, ...] = ()
     grouped: bool = False
     latent: tuple[str, ...] = ()
+    cross: bool = False
     borrows: bool = False
 
 
 def attention(
-    text: str, attributes: str = "", *, arguments: str = "", entry: str = "", grouped: bool = False
+    text: str,
+    attributes: str = "",
+    *,
+    arguments: str = "",
+    entry: str = "",
+    grouped: bool = False,
+    cross: bool = False,
 ) -> BlockSpec:
     """Describe attention, such as "self_attn: q_proj k_proj v_proj -> o_proj", or "attn: c_attn=query,kv,kv -> c_proj"
     where one projection packs queries, keys and values.
@@ -52,7 +60,7 @@ def attention(
     columns = {name: parts or (("kv",) if index else ("query",)) for index, (name, parts) in enumerate(named)}
     pairs = (word.partition("=") for word in attributes.split())
     kinds = {name: kind or "query" for name, _, kind in pairs}
-    return BlockSpec(columns, row, entry or path, True, kinds, tuple(arguments.split()), grouped)
+    return BlockSpec(columns, row, entry or path, True, kinds, tuple(arguments.split()), grouped, cross=cross)
 
 
 def mlp(text: str, *, entry: str = "", latent: str = "") -> BlockSpec:
@@ -64,9 +72,14 @@ def mlp(text: str, *, entry: str = "", latent: str = "") -> BlockSpec:
 
 def latent_attention(path: str, query: str) -> BlockSpec:
     """Describe multi-head latent attention, whose queries are made by `query`."""
-    before = ["kv_a_proj_with_mqa", "kv_a_layernorm"] + (["q_a_proj", "q_a_layernorm"] if query == "q_b_proj" else [])
+    before = ["kv_a_proj_with_mqa", "kv_a_layernorm"] + (["q_a_proj", "q_a_layernorm"] if query != "q_proj" else [])
     columns = {_join(path, name): ("query",) for name in (query, "kv_b_proj")}
     return BlockSpec(columns, _join(path, "o_proj"), path, True, latent=tuple(_join(path, name) for name in before))
+
+
+def _latent_attentions(path: str) -> list[BlockSpec]:
+    # The second makes queries and gates, head by head.
+    return [latent_attention(path, query) for query in ("q_b_proj", "q_gate_proj", "q_proj")]
 
 
 def _parse(text: str) -> tuple[str, list[tuple[str, tuple[str, ...]]], str]:
@@ -85,6 +98,7 @@ def _join(path: str, name: str) -> str:
 # As `attention` and `mlp` read them.
 _LLAMA = "self_attn: q_proj k_proj v_proj -> o_proj"
 _BART = "self_attn: q_proj k_proj v_proj -> out_proj"
+_CROSS = "encoder_attn: q_proj k_proj v_proj -> out_proj"
 _GPT2 = "attn: c_attn=query,kv,kv -> c_proj"
 _ADAPTED = "shared_transformer.feed_forward: gate_up_proj=own,own gate_up_proj_adapter_list.*.1=own,own -> down_proj"
 _MOSHI = "self_attn: q_proj.linear k_proj.linear v_proj.linear -> o_proj.linear"
@@ -149,9 +163,17 @@ FAMILIES: dict[str, tuple[BlockSpec, ...] | Callable[[Any], tuple[BlockSpec, ...
     "dbrx": (attention("norm_attn_norm.attn: Wqkv=query,kv,kv -> out_proj", "hidden_size num_key_value_heads=kv"),),
     "lfm2": (attention(_BART), _W1_W3),
     "bart bigbird_pegasus biogpt blenderbot blenderbot-small marian mbart "
-    "musicgen_decoder musicgen_melody_decoder pegasus plbart prophetnet": (attention(_BART), _FC),
-    "opt whisper": (attention(_BART, "num_heads"), _FC),
-    "xglm mvp": (attention(_BART, "num_heads embed_dim"), _FC),
+    "musicgen_decoder musicgen_melody_decoder pegasus plbart prophetnet": (
+        attention(_BART),
+        attention(_CROSS, cross=True),
+        _FC,
+    ),
+    "opt whisper": (attention(_BART, "num_heads"), attention(_CROSS, "num_heads", cross=True), _FC),
+    "xglm mvp": (
+        attention(_BART, "num_heads embed_dim"),
+        attention(_CROSS, "num_heads embed_dim", cross=True),
+        _FC,
+    ),
     "trocr": (_FC,),
     "gpt2 gpt-sw3": (attention(_GPT2, "split_size"), _C_FC),
     "openai-gpt": (attention(_GPT2, "split_size n_head"), _C_FC),
@@ -180,8 +202,7 @@ TABLE = {model_type: blocks for family, blocks in FAMILIES.items() for model_typ
 _USUAL = (
     attention(_LLAMA),
     _GATED,
-    latent_attention("self_attn", "q_b_proj"),
-    latent_attention("self_attn", "q_proj"),
+    *_latent_attentions("self_attn"),
     _FEED_FORWARD,
     mlp("shared_mlp: gate_proj up_proj -> down_proj"),
     mlp("shared_mlp: input_linear=own,own -> output_linear"),
@@ -207,16 +228,16 @@ CHECKED = frozenset(
         "data2vec-text", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1",
         "dots3_note", "dots3_note_text", "electra", "emu3_text_model", "ernie", "ernie4_5", "ernie4_5_moe", "exaone4",
         "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "flint", "fuyu", "gemma", "gemma2", "gemma3", "gemma3_text",
-        "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "git", "glm", "glm4", "glm4_moe",
-        "glm4_moe_lite", "glm_moe_dsa", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss",
-        "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
-        "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "inkling_text", "internlm3",
-        "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama",
-        "llama4", "llama4_text", "longcat_flash", "marian", "mbart", "megatron-bert", "mellum", "mimo_v2_flash",
-        "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral",
-        "mllama_text_model", "modernbert-decoder", "moshi", "moss_transcribe_diarize", "mpt", "musicgen_decoder",
-        "musicgen_melody_decoder", "mvp", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
-        "olmo_hybrid", "olmoe", "openai-gpt", "opt", "pegasus", "persimmon", "phi", "phi3", "phi4_multimodal",
+        "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "git", "glm", "glm4",
+        "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo",
+        "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
+        "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "inkling_text",
+        "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3",
+        "llama", "llama4", "llama4_text", "longcat_flash", "marian", "mbart", "megatron-bert", "mellum",
+        "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
+        "mistral", "mixtral", "mllama_text_model", "modernbert-decoder", "moshi", "moss_transcribe_diarize", "mpt",
+        "musicgen_decoder", "musicgen_melody_decoder", "mvp", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2",
+        "olmo3", "olmo_hybrid", "olmoe", "openai-gpt", "opt", "pegasus", "persimmon", "phi", "phi3", "phi4_multimodal",
         "phimoe", "plbart", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
         "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma", "rembert", "roberta", "roberta-prelayernorm",
         "roc_bert", "roformer", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "trocr", "vaultgemma",
@@ -255,7 +276,7 @@ def _specs_of_plan(tp_plan: dict[str, str]) -> list[BlockSpec]:
             continue
         prefix = f"{parent}: " if parent else ""
         if "kv_b_proj" in columns:
-            specs += [latent_attention(parent, query) for query in ("q_b_proj", "q_proj")]
+            specs += _latent_attentions(parent)
         elif re.search("attn|attention", kind):
             # k and v are of kv heads, everything else (queries, gates) is of query heads and comes first.
             columns = sorted(columns, key=lambda name: name[:2] in ("k_", "v_"))

@@ -1,6 +1,7 @@
 """Activations between their layouts: who holds which tokens and which features.
 
-Legend: T = tokens of this (data, z) position, padded to a multiple of x * y; H = hidden size; N = out_features.
+Legend: T = tokens of this (data, z) position, padded to a multiple of x * y; H = hidden size; N = out_features;
+C = copies of the residual stream, where a model has several.
 The layouts of the residual stream:
 
     token        [1, T/(x*y), H]   every rank owns its tokens; norms, dropout, residuals touch nothing else
@@ -77,8 +78,11 @@ class Tokens:
 def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     """[B, S, H], the same on all (x, y) -> this rank's tokens [1, T/(x*y), H], or [1, T/x, H/y] of them.
 
+    Of copies: [C, B, S, H] -> [C, 1, T/(x*y), H].
     Backward: all-gather over (x, y), so every rank has the gradient of the full tensor.
     """
+    if hidden.dim() == 4:
+        return _unfold(take_tokens(_fold(hidden), tokens, mesh), len(hidden))
     flat = pad_dim(hidden.reshape(tokens.count, -1), 0, tokens.padded_count(mesh))
     if tokens.features:
         x, y = mesh.size("x"), mesh.size("y")
@@ -92,8 +96,11 @@ def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
 def gather_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     """[1, T/(x*y), H] or [1, T/x, H/y] -> [B, S, H] on all (x, y), which then repeat the same work.
 
+    Of copies: [C, 1, T/(x*y), H] -> [C, B, S, H].
     All-gather over (x, y). Backward: this rank's part of a gradient that every rank has in full.
     """
+    if hidden.dim() == 4:
+        return _unfold(gather_tokens(_fold(hidden), tokens, mesh), len(hidden))
     blocks = gather_replicated(hidden.squeeze(0), mesh.group("x", "y"))
     if in_features(hidden, tokens, mesh):
         flat = blocks.unflatten(0, (mesh.size("x"), -1)).transpose(1, 2).flatten(2).flatten(0, 1)
@@ -101,6 +108,16 @@ def gather_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     else:
         flat = blocks.flatten(0, 1)
     return flat[: tokens.count].view(tokens.batch, tokens.seq, -1)
+
+
+def _fold(copies: Tensor) -> Tensor:
+    """[C, B, S, H] -> [B, S, C * H]."""
+    return copies.movedim(0, -2).flatten(-2)
+
+
+def _unfold(hidden: Tensor, count: int) -> Tensor:
+    """[B, S, C * H] -> [C, B, S, H], C being `count`."""
+    return hidden.unflatten(-1, (count, -1)).movedim(-2, 0)
 
 
 def in_features(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> bool:

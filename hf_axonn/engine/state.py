@@ -86,8 +86,9 @@ class ParallelState:
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def tokens_of(self, hidden: Tensor) -> Tokens:
-        """Return the batch whose hidden states [B, S, H] come to the decoder layers, and their layout there."""
-        batch, seq = hidden.shape[:2]
+        """Return the batch whose hidden states [B, S, H], or copies of them [C, B, S, H], come to the decoder layers,
+        and their layout there."""
+        batch, seq = hidden.shape[-3:-1]
         # One rank replicates it, too.
         sharded = self.mesh.size("x", "y") > 1 and (torch.is_grad_enabled() or seq > 1)
         return Tokens(batch, seq, sharded=sharded, features=self.features if sharded else 0)

@@ -5,6 +5,7 @@
     q_b, kv_b      from the full latents to the heads of this rank (`LatentColumnParallel`)
     o              a row layer as in any attention
 
+Attention to states of an encoder, which are full too, makes its keys and values of them as q_b and kv_b make theirs.
 An MLP that makes a narrow latent beside its own projections, for low-rank terms of theirs, is sharded in the same way.
 
 The rotary part of kv_a's output is used with every rank's own heads, so its gradient is a sum over them.

@@ -133,11 +133,10 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> N
     linears = [model.get_submodule(name) for name in block.columns]
     last, entry = model.get_submodule(block.row), model.get_submodule(block.entry)
     row = RowParallel(state, last, heads)
-    if block.latent:
-        pairs = zip(linears, block.segments, strict=True)
-        columns = [LatentColumnParallel(state, [linear], heads, [segments]) for linear, segments in pairs]
-    else:
-        columns = [ColumnParallel(state, linears, heads, list(block.segments))]
+    together = 0 if block.latent else 1 if block.cross else len(linears)  # that share the block's input
+    columns = [ColumnParallel(state, linears[:together], heads, list(block.segments[:together]))] if together else []
+    for linear, segments in list(zip(linears, block.segments, strict=True))[together:]:
+        columns.append(LatentColumnParallel(state, [linear], heads, [segments]))
     state.refuse_copies(entry)  # unless it is one of the Linears
     for column in columns:
         for index, linear in enumerate(column.linears):

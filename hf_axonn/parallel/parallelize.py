@@ -134,7 +134,7 @@ def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutCh
             residual_dtype of a model whose layers are not known.
     """
     with without_wrappers(model):  # adapters follow what is done to the model that they adapt
-        plan = plan_for(model)
+        plan = plan_for(model, divided_rows=config.grid.context > 1)
     check_plan(model, plan)
     with without_wrappers(model):
         rows = choose_rows(model, plan, config)

@@ -8,11 +8,20 @@ import time
 import pytest
 import torch
 
+from hf_axonn.architectures.plan import plan_for
 from hf_axonn.engine.documents import separate_documents, why_documents_mix
 from tests.benchmarks.architectures import survey as architectures
-from tests.benchmarks.architectures.survey import BOUND, MODEL_TYPES, in_float64, prepare, survey, survey_grid
-from tests.benchmarks.architectures.survey_table import Row, divided_rows, markdown, summary
-from tests.benchmarks.architectures.tiny_configs import UNTRAINABLE, tiny_model
+from tests.benchmarks.architectures.survey import (
+    BOUND,
+    MODEL_TYPES,
+    divides_both,
+    in_float64,
+    prepare,
+    survey,
+    survey_grid,
+)
+from tests.benchmarks.architectures.survey_table import Row, divided_rows, markdown, summary, update_page
+from tests.benchmarks.architectures.tiny_configs import HIDDEN, UNTRAINABLE, tiny_model
 from tests.helpers import ROOT
 
 
@@ -48,6 +57,19 @@ def test_one_of_each_kind(kinds):
     assert not problems(rows)
     assert all(set(row.errors) == {"x2y2", "z2"} and row.sharded > 0 for row in rows)
     assert all(row.planned for row in rows if row.model_type == "llama")
+
+
+def test_attention_to_states_of_an_encoder_is_divided_by_heads(monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    states = torch.randn(4, 5, HIDDEN, generator=generator, dtype=torch.float64)
+    batch = architectures.tiny_batch
+    monkeypatch.setattr(architectures, "tiny_batch", lambda model: batch(model) | {"encoder_hidden_states": states})
+    specimens = [prepare(model_type) for model_type in ("bart", "marian", "mvp")]
+    assert all(name in specimens[0].gradients for name in ("model.decoder.layers.0.encoder_attn.k_proj.weight",))
+    for grid in ("x2y2", "x2z2"):
+        survey_grid(specimens, grid)
+    rows = [specimen.row for specimen in specimens]
+    assert not problems(rows) and not any(row.whole for row in rows)
 
 
 def mixes_documents(model) -> bool:
@@ -105,7 +127,10 @@ def test_the_survey_sees_what_is_wrong_and_goes_on(monkeypatch):
     assert [row.verdict(BOUND) for row in rows] == ["wrong", "wrong", "wrong", "planned"]
     assert "outside of the vocabulary" in broken.row.note(BOUND) and name in unequal.row.note(BOUND)
     assert late.row.note(BOUND) == "x2: hangs"
-    assert summary(rows, BOUND) == "4 model types: 3 wrong, 1 planned, 0 Linear by Linear, 0 not possible"
+    assert summary(rows, BOUND) == (
+        "4 model types: 3 wrong, 1 planned (1 with nothing on full sequences), 0 planned in part, 0 Linear by Linear, "
+        "0 not possible"
+    )
     table = markdown(rows, ["x2"], BOUND, 60)
     assert all(f"| {row.model_type} | {row.class_name} | {row.verdict(BOUND)} |" in table for row in rows)
 
@@ -135,3 +160,18 @@ def test_rows_of_all_of_them_are_divided_or_refused():
     assert not [row for row in rows if row.verdict(BOUND) == "wrong"], problems(rows)
     page = (ROOT / "docs/architectures.md").read_text(encoding="utf-8")
     assert divided_rows(rows, ["z2c2"], BOUND) in page, "the page is of another survey"
+
+
+def test_a_plan_of_one_kind_of_block_is_planned_in_part_and_lines_of_the_page_can_be_replaced(tmp_path):
+    rows = [Row("a", "A", planned=True, how="4 blocks"), Row("b", "B", how="no block plan for b")]
+    page = tmp_path / "page.md"
+    page.write_text(markdown(rows, ["x2"], BOUND, 60) + "\n## Divided rows\n\nas they were\n")
+    specimens = [prepare(model_type) for model_type in ("qwen3_next", "codegen", "mixtral")]
+    both = [divides_both(specimen.model, plan_for(specimen.model)) for specimen in specimens]
+    assert both == [True, False, True]
+    row = Row("b", "B", planned=True, part=True, whole=2, how="2 blocks, 2 modules on full sequences")
+    update_page(page, [row], BOUND)
+    text = page.read_text()
+    assert "| b | B | planned in part | 0 | 0 | 0e+00 |  | 2 blocks, 2 modules on full sequences |" in text
+    assert "2 model types: 0 wrong, 1 planned (1 with nothing on full sequences), 1 planned in part, 0 L" in text
+    assert "| a | A | planned |" in text and text.endswith("\n## Divided rows\n\nas they were\n")

@@ -126,3 +126,10 @@ def test_norms_before_row_layers_and_gates_of_heads_are_parts_of_blocks():
     for kind, gate in (("afmoe", "gate_proj"), ("lfm3", "g_proj")):
         block = next(block for block in derive(surveyed_model(kind), kind).blocks if block.query)
         assert block.columns[-1].endswith(gate) and block.segments[-1] == ("query",)
+
+
+def test_an_mlp_that_computes_with_all_of_its_features_is_left_whole():
+    """The first of these layers cuts what lies below a quantile of its gate's features."""
+    plan = derive(surveyed_model("gemma3n_text"), "gemma3n_text")
+    assert plan.full_sequence == {"model.layers.0.mlp": "its code computes with all of its features"}
+    assert [block.entry for block in plan.blocks if not block.query] == ["model.layers.1.mlp", "model.layers.2.mlp"]

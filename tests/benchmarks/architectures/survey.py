@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.architectures.survey                             the whole survey, docs/architectures.md
     python -m tests.benchmarks.architectures.survey --types gpt2,mixtral --grids x2,x2y2z2
+    python -m tests.benchmarks.architectures.survey --types gpt2 --update       its line of the page
     python -m tests.benchmarks.architectures.survey --grids z2c2                the page's section on divided rows
 
 Loss and all gradients are compared in float64. One row a model type: how it was cut and why, how many of its
@@ -33,10 +34,11 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from hf_axonn import Grid, parallelize, sync_gradients
-from hf_axonn.architectures.plan import plan_for
+from hf_axonn.architectures.plan import ShardingPlan, is_per_token_experts, plan_for
 from hf_axonn.config import AxonnConfig
+from hf_axonn.layers.moe import is_experts
 from hf_axonn.parallel.context_parallel import choose_rows
-from tests.benchmarks.architectures.survey_table import HEADER, Row, markdown, summary, write_page
+from tests.benchmarks.architectures.survey_table import HEADER, Row, markdown, summary, update_page, write_page
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, UNTRAINABLE, tiny_batch, tiny_model
 from tests.helpers import ROOT
 from tests.helpers.equality import exact, mean_over_world, model_loss, rows_of
@@ -77,6 +79,8 @@ class Finding:
     """What one rank found of one type on one grid."""
 
     planned: bool
+    part: bool
+    whole: int
     how: str
     sharded: int
     replicated: int
@@ -124,9 +128,19 @@ def one_line(error: BaseException | str) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
+def divides_both(model: nn.Module, plan: ShardingPlan) -> bool:
+    """Return whether attention or mixers, and MLPs or experts, are blocks in some layers of a plan."""
+    kinds = {bool(block.query) for block in plan.blocks}
+    layers = [model.get_submodule(name) for name in plan.layers]
+    if any(is_experts(module) or is_per_token_experts(module) for layer in layers for module in layer.modules()):
+        kinds.add(False)
+    return kinds == {True, False}
+
+
 def examine(specimen: Specimen, grid: Grid) -> Finding:
     """Parallelize a specimen on this rank and compare; runs on every rank."""
-    planned = plan_for(specimen.model).reason is None
+    plan = plan_for(specimen.model, divided_rows=grid.context > 1)
+    part = plan.reason is None and not divides_both(specimen.model, plan)
     model, report = parallelize(specimen.model, grid)
     mesh = model.axonn.mesh
     with in_float64():
@@ -141,7 +155,9 @@ def examine(specimen: Specimen, grid: Grid) -> Finding:
     for entry in report.entries:
         sizes[entry.kind == "replicated"] += entry.parameters
     return Finding(
-        planned=planned,
+        planned=plan.reason is None,
+        part=part,
+        whole=len(plan.full_sequence),
         how=report.summary,
         sharded=sizes[False],
         replicated=sizes[True],
@@ -167,7 +183,8 @@ def examine_all(specimens: list[Specimen], grid: Grid, folder: str) -> None:
 def is_refused(specimen: Specimen, grid: Grid) -> bool:
     """Return whether the rows of a model cannot be divided over the context of a grid; its row then has the reason."""
     try:
-        choose_rows(specimen.model, plan_for(specimen.model), AxonnConfig(grid=grid))
+        plan = plan_for(specimen.model, divided_rows=grid.context > 1)
+        choose_rows(specimen.model, plan, AxonnConfig(grid=grid))
     except ValueError as error:
         specimen.row.refused = str(error).partition(f"{grid}: ")[2].partition(". Omit context")[0]
     return bool(specimen.row.refused)
@@ -216,7 +233,7 @@ def _cause(problem: str) -> str:
 def record(row: Row, grid: str, findings: list[Finding]) -> None:
     """Put what all ranks found into the row."""
     first = findings[0]
-    row.planned, row.how = first.planned, first.how
+    row.planned, row.part, row.whole, row.how = first.planned, first.part, first.whole, first.how
     row.sharded, row.replicated = first.sharded, first.replicated
     worst = {name: max(finding.errors[name] for finding in findings) for name in first.errors}
     name = max(worst, key=lambda name: (worst[name] != worst[name], worst[name]))  # a NaN is the worst
@@ -241,6 +258,9 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, help="Markdown file to write; docs/architectures.md if all types are surveyed"
     )
+    parser.add_argument(
+        "--update", action="store_true", help="replace the lines of the types in docs/architectures.md"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="grids that run at the same time")
     args = parser.parse_args()
     types, grids = args.types.split(","), args.grids.split(",")
@@ -262,6 +282,8 @@ def main() -> int:
     print(summary(rows, BOUND), f"({seconds:.0f} s)")
     if args.out:
         args.out.write_text(markdown(rows, grids, BOUND, seconds))
+    elif args.update:
+        update_page(ROOT / "docs/architectures.md", rows, BOUND)
     elif types == list(MODEL_TYPES) and grids in (list(GRIDS), list(OF_CONTEXT)):
         write_page(ROOT / "docs/architectures.md", rows, grids, BOUND, seconds)
     return int(any(row.verdict(BOUND) == "wrong" for row in rows))

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 
-VERDICTS = ("wrong", "planned", "Linear by Linear", "not possible")
+VERDICTS = ("wrong", "planned", "planned in part", "Linear by Linear", "not possible")
 REFUSED = "refused"  # a verdict on grids with context alone
 DIVIDED_ROWS = "## Divided rows\n"  # the section that is surveyed by itself
 
@@ -24,7 +24,9 @@ class Row:
     Attributes:
         impossible: why it does not run on one process.
         refused: why its rows cannot be divided over context.
-        planned: whether it is cut by blocks.
+        planned: whether it is cut by blocks, in whole or in part.
+        part: whether it is so without attention and mixers, or without MLPs and experts.
+        whole: modules of its layers that get full sequences.
         how: what the report of `parallelize` says in one line.
         sharded, replicated: parameters that are divided among the ranks, and that every rank holds.
         errors: by grid, (largest relative error, whose): of the loss and of all gradients.
@@ -36,6 +38,8 @@ class Row:
     impossible: str = ""
     refused: str = ""
     planned: bool = False
+    part: bool = False
+    whole: int = 0
     how: str = ""
     sharded: int = 0
     replicated: int = 0
@@ -56,6 +60,8 @@ class Row:
             return REFUSED
         if self.failures or self.worst()[0] > bound:
             return "wrong"
+        if self.part:
+            return "planned in part"
         return "planned" if self.planned else "Linear by Linear"
 
     def note(self, bound: float) -> str:
@@ -81,9 +87,17 @@ HEADER = f"{'model type':<26} {'verdict':<17} sharded  replic.  error on      ho
 
 def summary(rows: list[Row], bound: float) -> str:
     """How many rows have which verdict, in one line."""
-    counts = Counter(row.verdict(bound) for row in rows)
-    verdicts = (*VERDICTS, *([REFUSED] if counts[REFUSED] else []))
-    return f"{len(rows)} model types: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts)
+    return _count([(row.verdict(bound), bool(row.whole)) for row in rows])
+
+
+def _count(found: list[tuple[str, bool]]) -> str:
+    """Summarize pairs of a verdict and whether some module gets full sequences."""
+    counts = Counter(verdict for verdict, _ in found)
+    parts = {verdict: f"{counts[verdict]} {verdict}" for verdict in (*VERDICTS, REFUSED)}
+    parts["planned"] += f" ({found.count(('planned', False))} with nothing on full sequences)"
+    if not counts[REFUSED]:
+        del parts[REFUSED]
+    return f"{len(found)} model types: " + ", ".join(parts.values())
 
 
 EXPLANATION = """\
@@ -92,7 +106,8 @@ process in float64, the loss and every gradient, on the grids {grids}. Wrong
 means an error above {bound:.0e} on any of them. `python -m tests.benchmarks.architectures.survey` repeats it.
 Last run: {minutes:.0f} minutes on {cores} cores; {versions}.
 
-- **planned**: attention and MLP are sharded as blocks, the residual stream is sharded too.
+- **planned**: attention or a mixer, and MLPs or experts, are sharded as blocks, the residual stream is sharded too.
+- **planned in part**: one of the two is, the other one gets full sequences.
 - **Linear by Linear**: every Linear, embedding and head is sharded separately, activations are full on every (x, y).
 - **not possible**: the class does not train on one process as it is; the last column has the reason.
 
@@ -122,19 +137,22 @@ def markdown(rows: list[Row], grids: list[str], bound: float, seconds: float) ->
         "| model type | class | sharding | sharded | replicated | error | grid | how, or why not |",
         "|---|---|---|--:|--:|--:|---|---|",
     ]
-    for row in rows:
-        error, _, grid = row.worst()
-        numbers = f"{row.sharded:,} | {row.replicated:,} | {error:.0e} | {grid}" if row.how else " | | |"
-        note = row.note(bound).replace("|", "/")
-        lines.append(f"| {row.model_type} | {row.class_name} | {row.verdict(bound)} | {numbers} | {note} |")
+    lines += [_table_line(row, bound) for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def _table_line(row: Row, bound: float) -> str:
+    error, _, grid = row.worst()
+    numbers = f"{row.sharded:,} | {row.replicated:,} | {error:.0e} | {grid}" if row.how else " | | |"
+    note = row.note(bound).replace("|", "/")
+    return f"| {row.model_type} | {row.class_name} | {row.verdict(bound)} | {numbers} | {note} |"
 
 
 def divided_rows(rows: list[Row], grids: list[str], bound: float) -> str:
     """The section of docs/architectures.md about grids with context: how many types are equal, and why others are
     refused."""
     trained = [row for row in rows if not row.impossible]
-    equal = [row for row in trained if row.verdict(bound) in ("planned", "Linear by Linear")]
+    equal = [row for row in trained if row.verdict(bound) in ("planned", "planned in part", "Linear by Linear")]
     reasons: dict[str, list[str]] = {}
     for row in trained:
         if row.refused:
@@ -156,6 +174,22 @@ def divided_rows(rows: list[Row], grids: list[str], bound: float) -> str:
 def _kind_of(reason: str) -> str:
     """A reason without the names of one model."""
     return re.sub(r" \(.*\)$", "", reason.replace("|", "/"))
+
+
+def update_page(path: Path, rows: list[Row], bound: float) -> None:
+    """Replace the lines of some model types in the table of docs/architectures.md, and count all lines again."""
+    new = {row.model_type: _table_line(row, bound) for row in rows}
+    table, *divided = path.read_text().partition(f"\n{DIVIDED_ROWS}")
+    lines = table.split("\n")
+    cells = {index: [cell.strip() for cell in line.split("|")] for index, line in enumerate(lines) if line[:2] == "| "}
+    for index, row in cells.items():
+        if row[1] in new:
+            lines[index] = new[row[1]]
+            cells[index] = [cell.strip() for cell in lines[index].split("|")]
+    found = [(row[3], "on full sequences" in row[8]) for row in cells.values() if row[3] in VERDICTS]
+    counted = next(index for index, line in enumerate(lines) if " model types: " in line)
+    lines[counted] = f"{_count(found)}."
+    path.write_text("".join(("\n".join(lines), *divided)))
 
 
 def write_page(path: Path, rows: list[Row], grids: list[str], bound: float, seconds: float) -> None:

@@ -1,0 +1,82 @@
+"""Trials of a model's own code, on random numbers on the CPU: what is found out by running it, not by its name.
+
+Every rank tries the same numbers and finds the same. No communication; the model is unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+EXACT = 1e-12
+
+
+@contextlib.contextmanager
+def isolate() -> Iterator[None]:
+    """Run on the CPU, even where models are built on meta, and leave no trace of random numbers or warnings."""
+    with torch.device("cpu"), torch.random.fork_rng([]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def close(truth: Tensor, ours: Tensor, bound: float) -> bool:
+    """Return whether the largest difference is within `bound`, a share of the largest value of `truth`."""
+    return bool((truth - ours).abs().max() <= bound * truth.abs().max())
+
+
+@contextlib.contextmanager
+def replace_forwards(around: nn.Module, stubs: Mapping[nn.Module, Callable]) -> Iterator[None]:
+    """Give modules another forward for a while, and take the module around them out of training mode:
+    dropout is elementwise."""
+    training = {module: module.training for module in around.modules()}
+    before = {module: vars(module).get("forward") for module in stubs}
+    try:
+        for module in training:
+            module.training = False
+        for module, stub in stubs.items():
+            module.forward = stub
+        yield
+    finally:
+        for module, was in training.items():
+            module.training = was
+        for module, forward in before.items():
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def mixes_features(
+    entry: nn.Module, columns: Mapping[nn.Module, int], row: nn.Module, elementwise: Sequence[nn.Module]
+) -> bool:
+    """Return whether code between the column layers and the row layer of an MLP mixes features, as a mean over them.
+
+    It runs with elementwise functions in the place of the layers, on all features and on two parts of them. False too
+    where it does not run so.
+
+    Args:
+        columns: each with the number of its packed parts.
+        elementwise: other modules inside, of which it is known what they do.
+    """
+    stubs: dict[nn.Module, Callable] = {row: lambda hidden: hidden}
+    stubs |= dict.fromkeys(elementwise, torch.cos)
+    for place, (column, parts) in enumerate(columns.items()):
+        stubs[column] = functools.partial(_packed, place, parts)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, 4, 6, generator=generator, dtype=torch.float64)
+    try:
+        with isolate(), replace_forwards(entry, stubs), torch.no_grad():
+            full, parts = entry.forward(hidden), [entry.forward(part) for part in hidden.split((2, 4), dim=-1)]
+            return not close(full, torch.cat(parts, dim=-1), EXACT)
+    except Exception:  # code that takes more inputs, or gives other results
+        return False
+
+
+def _packed(place: int, parts: int, hidden: Tensor) -> Tensor:
+    return torch.cat([torch.sin(hidden * (place + part + 1)) for part in range(parts)], dim=-1)
