@@ -76,8 +76,8 @@ def moe(kind, **changes):
 def plan_blocks(planned: bool, put=setattr) -> None:
     """Let `parallelize` cut by blocks, or Linear by Linear, whatever it would do by itself."""
 
-    def plan_for(model):
-        return derive(model, model.config.model_type) if planned else ShardingPlan(reason="for a test")
+    def plan_for(model, **options):
+        return derive(model, model.config.model_type, **options) if planned else ShardingPlan(reason="for a test")
 
     put(importlib.import_module("hf_axonn.parallel.parallelize"), "plan_for", plan_for)
 
