@@ -155,8 +155,9 @@ def test_a_type_whose_rows_cannot_be_divided_is_refused_and_not_wrong():
 
 
 @pytest.mark.slow
-def test_rows_of_all_of_them_are_divided_or_refused():
-    rows = [row for some in survey(list(MODEL_TYPES), ["z2c2"]) for row in some]
+@pytest.mark.parametrize("grid", ["z2c2", "z2c2keys"])
+def test_rows_of_all_of_them_are_divided_or_refused(grid):
+    rows = [row for some in survey(list(MODEL_TYPES), [grid]) for row in some]
     assert not [row for row in rows if row.verdict(BOUND) == "wrong"], problems(rows)
     page = (ROOT / "docs/architectures.md").read_text(encoding="utf-8")
     assert divided_rows(rows, ["z2c2"], BOUND) in page, "the page is of another survey"

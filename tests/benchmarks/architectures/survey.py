@@ -4,6 +4,7 @@
     python -m tests.benchmarks.architectures.survey --types gpt2,mixtral --grids x2,x2y2z2
     python -m tests.benchmarks.architectures.survey --types gpt2 --update       its line of the page
     python -m tests.benchmarks.architectures.survey --grids z2c2                the page's section on divided rows
+    python -m tests.benchmarks.architectures.survey --grids z2c2keys            the same where keys are gathered
 
 Loss and all gradients are compared in float64. One row a model type: how it was cut and why, how many of its
 parameters are divided among the ranks, and the largest relative error (tests/helpers/float64.py) over the grids. On
@@ -56,8 +57,11 @@ GRIDS = {
     "y2z2": Grid(y=2, z=2),
     "x2y2z2": Grid(x=2, y=2, z=2),
 }
-OF_CONTEXT = {"z2c2": Grid(z=2, context=2)}  # surveyed by themselves: many types are refused there
-EVERY_GRID = GRIDS | OF_CONTEXT
+OF_CONTEXT = {  # surveyed by themselves: many types are refused there
+    "z2c2": AxonnConfig(grid=Grid(z=2, context=2)),
+    "z2c2keys": AxonnConfig(grid=Grid(z=2, context=2), context_attention="keys"),
+}
+EVERY_GRID = {name: AxonnConfig(grid=grid) for name, grid in GRIDS.items()} | OF_CONTEXT
 BOUND = 1e-10
 TOGETHER = 24  # model types that are held at once
 SECONDS_A_TYPE = 120  # on one grid; ranks that take longer wait for one another for ever
@@ -137,11 +141,12 @@ def divides_both(model: nn.Module, plan: ShardingPlan) -> bool:
     return kinds == {True, False}
 
 
-def examine(specimen: Specimen, grid: Grid) -> Finding:
+def examine(specimen: Specimen, config: AxonnConfig) -> Finding:
     """Parallelize a specimen on this rank and compare; runs on every rank."""
+    grid = config.grid
     plan = plan_for(specimen.model, divided_rows=grid.context > 1)
     part = plan.reason is None and not divides_both(specimen.model, plan)
-    model, report = parallelize(specimen.model, grid)
+    model, report = parallelize(specimen.model, config=config)
     mesh = model.axonn.mesh
     with in_float64():
         loss = model_loss(model, rows_of(specimen.batch, grid, mesh.rank), grid.dp_size)
@@ -166,44 +171,44 @@ def examine(specimen: Specimen, grid: Grid) -> Finding:
     )
 
 
-def examine_all(specimens: list[Specimen], grid: Grid, folder: str) -> None:
+def examine_all(specimens: list[Specimen], config: AxonnConfig, folder: str) -> None:
     """Each specimen in turn; the first failure ends the rank. Leaves a file for each finding in `folder`."""
     rank = os.environ["RANK"]
     for index, specimen in enumerate(specimens):
         with open(f"{folder}/late-{rank}", "w") as late:
             faulthandler.dump_traceback_later(SECONDS_A_TYPE, exit=True, file=late)
             Path(f"{folder}/now-{index}").touch()
-            finding = examine(specimen, grid)
+            finding = examine(specimen, config)
             faulthandler.cancel_dump_traceback_later()
         with open(f"{folder}/{index}-{rank}.part", "wb") as file:
             pickle.dump(finding, file)
         os.replace(file.name, file.name.removesuffix(".part"))
 
 
-def is_refused(specimen: Specimen, grid: Grid) -> bool:
+def is_refused(specimen: Specimen, config: AxonnConfig) -> bool:
     """Return whether the rows of a model cannot be divided over the context of a grid; its row then has the reason."""
     try:
-        plan = plan_for(specimen.model, divided_rows=grid.context > 1)
-        choose_rows(specimen.model, plan, AxonnConfig(grid=grid))
+        plan = plan_for(specimen.model, divided_rows=config.grid.context > 1)
+        choose_rows(specimen.model, plan, config)
     except ValueError as error:
-        specimen.row.refused = str(error).partition(f"{grid}: ")[2].partition(". Omit context")[0]
+        specimen.row.refused = str(error).partition(f"{config.grid}: ")[2].partition(". Omit context")[0]
     return bool(specimen.row.refused)
 
 
 def survey_grid(specimens: list[Specimen], name: str) -> None:
     """Fill in the rows of all specimens for one grid. One launch of ranks, and one more for each that fails."""
-    grid = EVERY_GRID[name]
-    left = [specimen for specimen in specimens if not is_refused(specimen, grid)]
+    config, size = EVERY_GRID[name], EVERY_GRID[name].grid.size
+    left = [specimen for specimen in specimens if not is_refused(specimen, config)]
     while left:
         problem = None
         with tempfile.TemporaryDirectory() as folder:
             try:
-                run_ranks(examine_all, grid.size, left, grid, folder, timeout=SECONDS_A_TYPE * (len(left) + 1))
+                run_ranks(examine_all, size, left, config, folder, timeout=SECONDS_A_TYPE * (len(left) + 1))
             except AssertionError as error:
                 problem = str(error)
             done = 0
-            while done < len(left) and all(Path(f"{folder}/{done}-{rank}").exists() for rank in range(grid.size)):
-                record(left[done].row, name, [_load(f"{folder}/{done}-{rank}") for rank in range(grid.size)])
+            while done < len(left) and all(Path(f"{folder}/{done}-{rank}").exists() for rank in range(size)):
+                record(left[done].row, name, [_load(f"{folder}/{done}-{rank}") for rank in range(size)])
                 done += 1
             if problem is None:
                 assert done == len(left), "a rank ended well without its findings"
@@ -284,7 +289,7 @@ def main() -> int:
         args.out.write_text(markdown(rows, grids, BOUND, seconds))
     elif args.update:
         update_page(ROOT / "docs/architectures.md", rows, BOUND)
-    elif types == list(MODEL_TYPES) and grids in (list(GRIDS), list(OF_CONTEXT)):
+    elif types == list(MODEL_TYPES) and grids in (list(GRIDS), ["z2c2"]):
         write_page(ROOT / "docs/architectures.md", rows, grids, BOUND, seconds)
     return int(any(row.verdict(BOUND) == "wrong" for row in rows))
 
