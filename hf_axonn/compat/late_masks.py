@@ -30,19 +30,22 @@ class LateMask:
         make: Transformers' function that makes the masks of an implementation.
         arguments: of its call for whole rows.
         blind: whether a query may see no key, and its attention is then of all keys alike.
+
+    Attributes:
+        window: how many positions a query sees at most, itself included; None: all before it, or all.
     """
 
     def __init__(self, make: Callable, arguments: Mapping[str, Any], *, blind: bool = False) -> None:
         self._make, self._arguments, self._blind = make, arguments, blind
         self._kept: dict[tuple[int, ...], Any] = {}
+        self.window: int | None = None if blind else arguments.get("local_size")
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of keys of which the queries [start, stop) may see some: causal, in a window if it has
         one."""
         if self._blind:
             return 0, self._arguments["kv_length"]
-        window = self._arguments.get("local_size") or stop
-        return max(0, start + 1 - window), stop
+        return max(0, start + 1 - (self.window or stop)), stop
 
     def between(self, start: int, stop: int, first: int, last: int, *, keep: bool = False) -> Any:
         """The mask of the queries [start, stop) and the keys [first, last): [B, 1, stop - start, last - first].

@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hf_axonn.distributed.collectives import all_gather, all_reduce, gather_replicated
+from hf_axonn.distributed.collectives import all_gather, all_reduce, exchange_rows, gather_replicated
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.documents import document_ids_from_position_ids, starts_of
 from hf_axonn.engine.dtensors import scale_gradient
@@ -115,6 +115,26 @@ class Rows:
         """[B, L, ...] -> whole rows [B, S, ...], of which each rank of context goes on with its own positions.
         All-gather over context; backward: the reduce-scatter of what each rank has for all positions."""
         return self._in_rows(all_gather(own.contiguous(), self.mesh.group("context")))
+
+    def with_reach(self, own: Tensor, reach: int) -> list[Tensor]:
+        """[B, L, ...] -> of each stripe the `reach` positions before it and its own, [B, reach + stripe, ...]; of the
+        first stripe of the row its own alone. For two stripes a rank; reach is at most a stripe.
+
+        An exchange over context of the ends of stripes, which go to the ranks before and behind this one; backward:
+        the same the other way.
+        """
+        index, last = self.mesh.index("context"), self.parts - 1
+        first, second = own.split(self.stripe, dim=1)
+        ends = [each[:, -reach:].movedim(1, 0) for each in (first, second)]
+        # Stripe i is before one of the next rank, and stripe 2 * context - 1 - i before one of the previous rank.
+        neighbours = {index - 1: ends[1], index + 1: ends[0]}
+        sent = {rank: end for rank, end in neighbours.items() if 0 <= rank <= last}
+        sizes = [reach if rank in sent else 0 for rank in range(self.parts)]
+        rows = torch.cat([sent[rank] for rank in sorted(sent)])
+        arrived = exchange_rows(rows, sizes, sizes, self.mesh.group("context")).split(reach)
+        before = dict(zip(sorted(sent), arrived, strict=True)) | ({last + 1: ends[0]} if index == last else {})
+        found = [torch.cat([before[index + 1].movedim(0, 1), second], dim=1)]
+        return [torch.cat([before[index - 1].movedim(0, 1), first], dim=1) if index else first, *found]
 
     def sum(self, own: Tensor) -> Tensor:
         """Sum of what each rank has computed of its own positions. All-reduce over context; backward: times

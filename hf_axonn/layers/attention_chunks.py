@@ -1,7 +1,7 @@
 """Attention of some positions of rows to those before them, chunk by chunk of queries.
 
     query   [B, heads, T, D], the positions [start, start + T) of rows
-    k, v    [B, kv heads, S, D], whole rows
+    k, v    [B, kv heads, S', D], the positions from `base` on that the queries may see
     output  [B, T, heads, D]
 
 Queries meet only those keys that they may see some of. Where a mask or scores would be larger than `LARGEST`, queries
@@ -33,7 +33,13 @@ Call = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # (query, key, value, ma
 
 
 class Mask(Protocol):
-    """Which keys the queries of a range see."""
+    """Which keys the queries of a range see.
+
+    Attributes:
+        window: how many positions a query sees at most, itself included; None: it is not known that there is a limit.
+    """
+
+    window: int | None
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of keys of which the queries [start, stop) may see some."""
@@ -47,6 +53,8 @@ class Mask(Protocol):
 
 class GivenMask:
     """A mask [B, 1 or heads, S, S] of whole rows of `length` that is there; None: all see all."""
+
+    window = None
 
     def __init__(self, mask: Tensor | None, length: int) -> None:
         self.mask, self.length = mask, length
@@ -65,6 +73,8 @@ class CausalMask:
 
     Transformers' function asks sdpa for a mask that begins with the first key. Here the last query sees the last key.
     """
+
+    window = None
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
         """Return those up to the last query."""
@@ -124,9 +134,10 @@ def attend(
     *,
     start: int,
     pair_bytes: int,
+    base: int = 0,
     random: bool = False,
 ) -> Tensor:
-    """Attention of the queries at the positions `start` on; shapes as above. No communication.
+    """Attention of the queries at the positions from `start` on; shapes as above. No communication.
 
     Args:
         pair_bytes: of the largest tensor that has a number for each query and key, per query and key.
@@ -135,13 +146,13 @@ def attend(
     count = query.shape[2]
     size = _chunk_size(mask, start, count, pair_bytes)
     if size == count:
-        return _attend_to(call, mask, start, True, query, *_seen(mask, start, count, key, value))
+        return _attend_to(call, mask, start, True, query, *_seen(mask, start, count, base, key, value))
     outputs = []
     for offset in range(0, count, size):
         chunk = query[:, :, offset : offset + size]
         here = start + offset
         run = functools.partial(_attend_to, call, mask, here, False)
-        seen = _seen(mask, here, chunk.shape[2], key, value)
+        seen = _seen(mask, here, chunk.shape[2], base, key, value)
         outputs.append(checkpoint(run, chunk, *seen, use_reentrant=False, preserve_rng_state=random))
     return torch.cat(outputs, dim=1)
 
@@ -151,9 +162,10 @@ def _attend_to(call: Call, mask: Mask, start: int, keep: bool, query: Tensor, ke
     return call(query, key, value, mask.between(start, stop, *mask.keys(start, stop), keep=keep))
 
 
-def _seen(mask: Mask, start: int, count: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _seen(mask: Mask, start: int, count: int, base: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     first, last = mask.keys(start, start + count)
-    return key[:, :, first:last], value[:, :, first:last]
+    own = slice(first - base, last - base)
+    return key[:, :, own], value[:, :, own]
 
 
 def _chunk_size(mask: Mask, start: int, count: int, pair_bytes: int) -> int:

@@ -14,8 +14,9 @@ keys: queries stay where they are, and k and v of whole rows are gathered.
 
     attend     each stripe of own queries to the keys before them (attention_chunks.py)
 
-One all-gather over context of k and v, with the kv heads of this (x, y), whatever their number. Rows are dealt in two
-stripes a rank (engine/rows.py), so that all ranks have as many pairs of a query and a key.
+One all-gather over context of k and v, with the kv heads of this (x, y), whatever their number; in a sliding window an
+exchange of the ends of stripes. Rows are dealt in two stripes a rank (engine/rows.py), so that all ranks have as many
+pairs of a query and a key.
 
 Source: DeepSpeed Ulysses (arXiv 2309.14509), section 3; Llama 3 (arXiv 2407.21783), section 3.3.2.
 """
@@ -54,7 +55,7 @@ class ContextAttention:
     Global shapes: q [B, heads, S, D], output [B, S, heads, D]. Local: q [B, heads/(x*y), L, D], output alike.
     Collectives: with heads an all-to-all over context of q, k and v together (one each where their dtypes differ), and
     one of the output; in backward the same ones the other way. With keys an all-gather over context of k and v
-    together (or one each); in backward a reduce-scatter.
+    together (or one each), in backward a reduce-scatter; in a sliding window an exchange both ways (`Grid.reach`).
 
     Raises:
         ValueError: of a call: with heads, those of this rank are not divisible by context; with keys, the attention
@@ -138,15 +139,18 @@ def _attend_with_keys(
     else:
         values = _take_heads(module, query.shape[1], slice(None), 1)
         call = functools.partial(_call, function, module, values, options | {"position_ids": None})
-    key, value = _join_keys(key, value, rows)
+    keys = _keys_of_stripes(key, value, rows, masks.window)
     stripes = [
-        (start, stripe[:, :, : rows.length - start])
-        for start, stripe in zip(rows.starts, query.split(rows.stripe, dim=2), strict=True)
+        (start, own[:, :, : rows.length - start], seen)
+        for start, own, seen in zip(rows.starts, query.split(rows.stripe, dim=2), keys, strict=True)
         if start < rows.length
     ]
     # A rank without queries takes one that counts nowhere: where gradients are reduced all have to be.
-    stripes = stripes or [(rows.length - 1, query[:, :, :1])]
-    outputs = [_attend(call, module, stripe, key, value, masks, start, options) for start, stripe in stripes]
+    stripes = stripes or [(rows.length - 1, query[:, :, :1], keys[0])]
+    outputs = [
+        _attend(call, module, own, key, value, masks, start, options, base=base)
+        for start, own, (base, key, value) in stripes
+    ]
     return _fill(torch.cat(outputs, dim=1), rows.own_length)
 
 
@@ -206,10 +210,12 @@ def _attend(
     mask: Mask,
     start: int,
     options: dict[str, Any],
+    *,
+    base: int = 0,
 ) -> Tensor:
     pair_bytes = bytes_of_pair(_implementation(module), query, key, value, mask)
     random = bool(options.get("dropout"))
-    return attend(call, query, key, value, mask, start=start, pair_bytes=pair_bytes, random=random)
+    return attend(call, query, key, value, mask, start=start, pair_bytes=pair_bytes, base=base, random=random)
 
 
 def _take_heads(module: nn.Module, heads: int, own: slice, repeats: int) -> dict[str, Any]:
@@ -226,15 +232,22 @@ def _take_heads(module: nn.Module, heads: int, own: slice, repeats: int) -> dict
     return values
 
 
-def _join_keys(key: Tensor, value: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """[B, kv heads, L, D] each -> [B, kv heads, S, D], in the order of the rows."""
+def _keys_of_stripes(key: Tensor, value: Tensor, rows: Rows, window: int | None) -> list[tuple[int, Tensor, Tensor]]:
+    """[B, kv heads, L, D] each -> for each stripe of this rank the position of the first key, and keys and values
+    [B, kv heads, S', D]: those of whole rows, or of the stripe and the window before it."""
+    reach = rows.mesh.grid.reach(window, rows.length)
+
+    def gather(own: Tensor) -> list[Tensor]:
+        return rows.with_reach(own, reach) if reach else [rows.join(own)] * len(rows.starts)
+
     key, value = key.transpose(1, 2), value.transpose(1, 2)
     if key.dtype == value.dtype and key.shape[:3] == value.shape[:3]:
-        joined = rows.join(torch.cat([key, value], dim=-1))
-        key, value = joined.split([key.shape[-1], value.shape[-1]], dim=-1)
+        sizes = [key.shape[-1], value.shape[-1]]
+        pairs = [each.split(sizes, dim=-1) for each in gather(torch.cat([key, value], dim=-1))]
     else:
-        key, value = rows.join(key), rows.join(value)
-    return key.transpose(1, 2), value.transpose(1, 2)
+        pairs = list(zip(gather(key), gather(value), strict=True))
+    bases = [max(0, start - reach) if reach else 0 for start in rows.starts]
+    return [(base, *(each.transpose(1, 2) for each in pair)) for base, pair in zip(bases, pairs, strict=True)]
 
 
 def _to_heads(every: Sequence[Tensor], rows: Rows) -> list[Tensor]:

@@ -316,15 +316,18 @@ def _saved_by_attention(shape: ModelShape, block: BlockShape, grid: Grid, step: 
     return saved + 4 * tokens * block.query / parts * repeat
 
 
-def _saved_over_context(shape: ModelShape, block: BlockShape, grid: Grid, step: Step) -> int:
+def _saved_over_context(shape: ModelShape, block: BlockShape, grid: Grid, step: Step) -> float:
     """Features of a token that attention saves where context divides rows, in place of what they were made of; the
     output of its own positions, too, which is the row layer's input where y does not gather that.
 
     With heads: queries, keys, values and output of whole rows, kv heads repeated. With keys: own queries and output,
-    and keys and values of whole rows."""
+    and keys and values of whole rows, or of the windows before two stripes."""
     keys = gathers_keys(shape, grid, step.context_attention)
     features = HeadFeatures.from_block(block, grid, divided=not keys)
-    return features.query + features.keys * (grid.context if keys else 1) + features.output * (2 if grid.y == 1 else 1)
+    seen: float = grid.context if keys else 1
+    if keys and (reach := grid.reach(block.window, step.seq)):
+        seen = 1 + 2 * reach / step.positions(grid)
+    return features.query + features.keys * seen + features.output * (2 if grid.y == 1 else 1)
 
 
 def _saved_by_latents(shape: ModelShape, block: BlockShape, grid: Grid, step: Step) -> float:

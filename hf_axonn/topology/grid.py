@@ -143,6 +143,13 @@ class Grid:
         number, as they may be two stripes (engine/rows.py)."""
         return 2 * ceil_div(length, 2 * self.context) if self.context > 1 else length
 
+    def reach(self, window: int | None, length: int) -> int:
+        """Positions before a stripe of a row of `length` that attention in a window sees, where the stripe before has
+        all of them: then the ends of stripes are exchanged. 0: attention sees more, or a stripe lies behind the end of
+        the row."""
+        stripe, reach = self.positions(length) // 2, (window or 0) - 1
+        return reach if 0 < reach <= stripe and (2 * self.context - 1) * stripe < length else 0
+
     def rank(self, *, data: int = 0, pipe: int = 0, z: int = 0, y: int = 0, x: int = 0) -> int:
         """The rank at a position; the inverse of `coordinates`."""
         return (((data * self.pipe + pipe) * self.z + z) * self.x + x) * self.y + y

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ from tests.end_to_end.test_equivalence import SITUATIONS, packed, without_cache
 from tests.helpers.equality import Case, compare, exact, too_large
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import refused, run_ranks
-from tests.parallel.test_context_parallel import BOUND, FAMILIES, FOUR, HERE, QUICK, TWO, errors, of_model
+from tests.layers.test_moe import moe
+from tests.parallel.test_context_parallel import BOUND, FAMILIES, FOUR, GEMMA, HERE, QUICK, TWO, errors, of_model
 
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -69,6 +71,45 @@ def test_every_situation(grid):
 @pytest.mark.slow
 def test_kinds_of_attention_beside_each_other_axis():
     assert not errors([with_way(case) for case in FAMILIES], FOUR)
+
+
+def windowed(length):
+    """Cases whose windows reach into the stripe before: by sdpa, of packed rows, and by eager attention."""
+    batch, documents = tiny_batch(4, length), tiny_batch(4, length)
+    starts = torch.arange(length).where(torch.arange(length) < 6, torch.arange(length) - 6)
+    documents["position_ids"] = starts.expand(4, -1)
+    for each in (batch, documents):
+        del each["attention_mask"]
+    window = GEMMA | {"sliding_window": 3}
+    yield Case("window", functools.partial(tiny_model, "mistral", sliding_window=3), [batch])
+    yield Case("packed", functools.partial(tiny_model, "mistral", sliding_window=3), [documents], before=without_cache)
+    yield Case("sinks", functools.partial(moe, "gpt_oss", sliding_window=2), [batch])
+    eager = functools.partial(tiny_model, "gemma2", attention="eager", **window)
+    yield Case("eager", eager, [documents], before=without_cache)
+
+
+def exchanged(grid, case):
+    """Bytes over context of a step, by kind of collective."""
+    model, _ = parallelize(case.make().train(), grid, config=config_of(grid))
+    found, group = Counter(), model.axonn.mesh.group("context")
+    with observe(lambda kind, payload, of: found.update({kind: payload}) if of is group else None):
+        model(**case.batches[0]).loss.backward()
+    return found
+
+
+def test_a_window_gets_the_ends_of_stripes_alone(monkeypatch):
+    grid, cases = TWO[0], list(windowed(15))
+    assert not errors([with_way(case) for case in cases], [grid])
+    in_chunks(monkeypatch)
+    assert not errors([with_way(case) for case in cases], [grid])
+    found = run_ranks(exchanged, 2, grid, cases[0])
+    # Two layers, two positions of 4 rows to the other rank: k and v of 6 heads of 4 features.
+    assert [each["exchange"] for each in found] == [2 * 2 * 2 * 4 * (6 + 6) * 4 * 8] * 2
+
+
+@pytest.mark.slow
+def test_windows_on_four_ranks():
+    assert not errors([with_way(case) for case in windowed(16)], FOUR)
 
 
 def in_chunks(monkeypatch):

@@ -69,6 +69,7 @@ CASES = {
     "norms of heads, kept weights": Case(
         "qwen3", replace(LLAMA, qk_norm=True), {"keep_gathered": 1, "counted": True}, config={"keep_gathered": 1}
     ),
+    "windows": Case("mistral", replace(LLAMA, windows=(3, 3)), {"counted": True}, {"sliding_window": 3}),
     "LoRA": Case("llama", LLAMA, {"lora": 3, "micro_batches": 2}),
     "LoRA, checkpointing": Case("llama", LLAMA, {"lora": 3, "checkpointing": True}),
     "LoRA on 4 bits": Case("llama", FOUR_BITS, {"lora": 3, "base": "4bit"}, WIDE),

@@ -134,6 +134,24 @@ def test_context_gathers_keys_and_values(kv_heads, inner):
     assert volumes(odd, others, heads).entries == volumes(odd, others, step).entries, "auto where 4 does not divide 6"
 
 
+def test_a_window_exchanges_the_ends_of_stripes():
+    """Two of a layer's four: 29 positions are 8 stripes of 4, and windows of 4 see 3 positions of the one before."""
+    windows = (4, 4, 0, 0)
+    shape, grid = replace(LLAMA, windows=windows), Grid(z=4, context=4)
+    step = Step(rows=4, seq=29, counted=True, context_attention="keys")
+    whole = volumes(LLAMA, grid, step)
+    for rank, neighbours in enumerate((1, 2, 2, 1)):
+        found = volumes(shape, grid, step, rank=rank)
+        keys = 2 * 6 * LLAMA.kv_heads * step.compute_bytes
+        expected = Ledger(grid)
+        expected.include(volumes(shape, grid, replace(step, context_attention="heads")))
+        for phase in ("forward", "backward"):
+            assert found.bytes_sent(kind="exchange", axes=("z",), phase=phase) == 2 * neighbours * 3 * 4 * keys
+        assert whole.bytes_sent(kind="reduce_scatter") - found.bytes_sent(kind="reduce_scatter") == 2 * 3 * 32 * keys
+    assert [Grid(z=4, context=4).reach(window, 29) for window in (0, None, 1, 2, 5, 6)] == [0, 0, 0, 1, 4, 0]
+    assert Grid(z=4, context=4).reach(4, 28) == 0, "the last stripe is behind the end of the row"
+
+
 def test_z_moves_weights_three_times_and_x_y_divide_them():
     grid = Grid(z=4, y=2, x=2)
     ledger = layer_volumes(LLAMA, grid, STEP)

@@ -258,7 +258,8 @@ class Compute:
         if gathers_keys(self.shape, self.grid, self.step.context_attention):
             # Before the gather they are joined, and after it stripes and then rows are put in order.
             keys = HeadFeatures.from_block(block, self.grid, divided=False).keys
-            copied = (2 + 4 * self.grid.context) * self.tokens * keys * self.step.compute_bytes
+            whole = not self.grid.reach(block.window, self.step.seq)
+            copied = (2 + (4 * self.grid.context if whole else 2)) * self.tokens * keys * self.step.compute_bytes
             copies = self.memory_seconds(copied, 3)
         elif self.grid.context > 1:  # before and after each of two exchanges what travels is read and written
             heads = HeadFeatures.from_block(block, self.grid, divided=True)

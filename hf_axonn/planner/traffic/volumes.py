@@ -179,7 +179,14 @@ class StepAccount:
             self.add_statistics(ledger, axes, self.tokens, centered)
         if block.query and self.gathers_keys:  # ContextAttention: keys and values of whole rows
             features = HeadFeatures.from_block(block, grid, divided=False)
-            pair(ledger, "all_gather", "reduce_scatter", ("context",), self.tokens * features.keys)
+            if reach := grid.reach(block.window, self.step.seq):  # the ends of stripes, to the ranks beside this one
+                index = self.place.index("context")
+                ends = (index > 0) + (index < grid.context - 1)
+                for phase in ("forward", "backward"):
+                    sent = ends * reach * self.step.rows * features.keys * self.step.compute_bytes
+                    ledger.add(phase, "exchange", ("context",), sent)
+            else:
+                pair(ledger, "all_gather", "reduce_scatter", ("context",), self.tokens * features.keys)
         elif block.query and grid.context > 1:  # to whole rows of fewer heads, and back
             features = HeadFeatures.from_block(block, grid, divided=True)
             for sent in (features.query + features.keys, features.output):
