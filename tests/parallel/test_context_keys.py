@@ -63,7 +63,7 @@ def test_context_beside_each_other_axis():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", FOUR, ids=str)
+@pytest.mark.parametrize("grid", [*FOUR, Grid(data=2, z=2, context=2)], ids=str)
 def test_every_situation(grid):
     assert not errors(EVERY, [grid])
 
