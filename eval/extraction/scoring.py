@@ -83,7 +83,8 @@ def score_suffixes(
 ) -> list[Score]:
     """Score the suffixes of some samples.
 
-    One forward pass; on a parallelized model collective over its x, y and z.
+    One forward pass, and one more for membership scores over context; on a parallelized model collective over its x,
+    y and z.
 
     Args:
         batch: samples; of different lengths only if `may_be_padded(model)`.
@@ -95,16 +96,21 @@ def score_suffixes(
     """
     rows = [[*sample.prefix, *sample.suffix[:-1]] for sample in batch]
     suffix = max(len(sample.suffix) for sample in batch)
-    keep = max(map(len, rows)) if tokenizer is not None else suffix
+    parallel = parallel_state(model)
+    # A rank may have no room for the logits of whole rows.
+    divided = tokenizer is not None and parallel is not None and parallel.grid.context > 1
+    keep = max(map(len, rows)) if tokenizer is not None and not divided else suffix
     logits = last_logits(model, rows, keep=keep, cache=cache)
-    targets = _right_aligned([[*sample.prefix, *sample.suffix][1:] for sample in batch], logits.device)[:, -keep:]
+    targets = _right_aligned([[*sample.prefix, *sample.suffix][1:] for sample in batch], logits.device)
+    whole, targets = targets, targets[:, -keep:]
     logprobs, choices, leads = score_tokens(logits[:, -suffix:], targets[:, -suffix:])
     extra = [{} for _ in batch]
     if sampler is not None:
         for place, given in enumerate(_sampled_logprobs(sampler, logits[:, -suffix:], targets[:, -suffix:], batch)):
             extra[place]["sampled_logprob"] = given
     if tokenizer is not None:
-        for place, given in enumerate(_membership(logits, targets, batch, tokenizer)):
+        statistics = _divided_statistics(model, rows, whole) if divided else _statistics(logits, targets)
+        for place, given in enumerate(_membership(statistics, batch, tokenizer)):
             extra[place]["membership"] = given
     table = zip(batch, logprobs.tolist(), choices.tolist(), leads.tolist(), extra, strict=True)
     scores = [
@@ -204,22 +210,28 @@ def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, ca
         keep: places.
         cache: what was fed before; the pass adds to it. None: nothing, and nothing is kept.
     """
+    options = _options(model, tokens, padding, cache=cache)
+    if "logits_to_keep" in parameters_of(model):
+        options["logits_to_keep"] = keep
+    logits = model(input_ids=tokens, **options).logits[:, -keep:]
+    # of a grid the numbers of one place lie far apart: to look through them so takes several times what a copy does
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
+
+
+def _options(model, tokens: Tensor, padding: Sequence[int], *, cache=None) -> dict[str, Any]:
+    """Return the arguments of a forward pass beside its tokens: mask, positions and cache; as of `logits_after`."""
     before = cache.get_seq_length() if cache is not None else 0
     starts = torch.tensor(padding, device=tokens.device)[:, None]
     columns = torch.arange(before + tokens.shape[1], device=tokens.device)
     accepted = parameters_of(model)
-    options: dict[str, Any] = {"use_cache": cache is not None}
+    options: dict[str, Any] = {"use_cache": cache is not None, "attention_mask": (columns >= starts).long()}
     if cache is not None:
         options |= {name: cache for name in CACHE_NAMES if name in accepted}
-    if "logits_to_keep" in accepted:
-        options["logits_to_keep"] = keep
     if any(padding) and "position_ids" in accepted:
         # what fills a row up on the right may lie outside the window, where models have no position
         window = getattr(core(model).config.get_text_config(), "max_position_embeddings", None)
         options["position_ids"] = (columns[before:] - starts).clamp(0, window - 1 if window is not None else None)
-    logits = model(input_ids=tokens, attention_mask=(columns >= starts).long(), **options).logits[:, -keep:]
-    # of a grid the numbers of one place lie far apart: to look through them so takes several times what a copy does
-    return logits if logits.stride(-1) == 1 else logits.contiguous()
+    return options
 
 
 def document_nll(
@@ -355,16 +367,34 @@ def _sampled_logprobs(sampler: Sampler, logits: Tensor, targets: Tensor, batch: 
     return [float(row[-len(sample.suffix) :].sum()) for row, sample in zip(table, batch, strict=True)]
 
 
-def _membership(logits: Tensor, targets: Tensor, batch: Sequence[Sample], tokenizer) -> list[dict[str, float]]:
+def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """Return [B, T] each of `membership.token_statistics` of logits [B, T, V], some at a time."""
     rows = max(1, _STATISTICS_AT_ONCE // logits.shape[-1])
     chunks = zip(logits.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
     columns = zip(*(membership.token_statistics(*chunk) for chunk in chunks), strict=True)
-    statistics = torch.stack([torch.cat(column).view(targets.shape) for column in columns]).tolist()
+    return tuple(torch.cat(column).view(targets.shape) for column in columns)
+
+
+def _divided_statistics(model, rows: Sequence[Sequence[int]], targets: Tensor) -> tuple[Tensor, ...]:
+    """Same as `_statistics` of whole rows whose positions context divides: a rank forms the logits of its own. One
+    forward pass."""
+    tokens, longest = _right_aligned(rows, targets.device), targets.shape[1]
+    options = _options(model, tokens, [longest - len(row) for row in rows])
+    if getattr(core(model).config.get_text_config(), "output_router_logits", False):
+        options["output_router_logits"] = False  # ranks with other samples would wait for its loss
+    with core(model).loss_function.hand_over() as handed:
+        model(input_ids=tokens, labels=tokens, **options)
+    logits = handed[0]
+    return _statistics(logits, targets) if isinstance(logits, Tensor) else logits.map_positions(_statistics, targets)
+
+
+def _membership(statistics: tuple[Tensor, ...], batch: Sequence[Sample], tokenizer) -> list[dict[str, float]]:
+    lists = [kind.tolist() for kind in statistics]
     given = []
     for place, sample in enumerate(batch):
         scored = len(sample.prefix) + len(sample.suffix) - 1  # all tokens but the first have something before them
         text = tokenizer.decode([*sample.prefix, *sample.suffix])
-        given.append(membership.scores(*(kind[place][-scored:] for kind in statistics), text))
+        given.append(membership.scores(*(kind[place][-scored:] for kind in lists), text))
     return given
 
 

@@ -278,6 +278,21 @@ class DeferredLogits:
         """The same logits with one more elementwise step."""
         return DeferredLogits(self.head, self.hidden, self.tokens, (*self.steps, step), self.beside, self.rows)
 
+    def map_positions(self, function: Callable[..., tuple[Tensor, ...]], *beside: Tensor) -> tuple[Tensor, ...]:
+        """Return what `function` makes of logits [B, L, V] and of `beside`, for whole rows: [B, S] each.
+
+        Where context divides rows, it is called with the logits of this rank's positions, and no others are formed.
+        Collectives: those of `full()`, with the results [B, L] in place of the logits over context.
+
+        Args:
+            function: of (logits [B, L, V], others [B, L]) -> tensors [B, L]; of each position by itself.
+            beside: [B, S], what else it needs at each position.
+        """
+        if self.rows is None:
+            return function(self.full(), *beside)
+        own = function(self.without_rows().full(), *(self.rows.take(each) for each in beside))
+        return tuple(self.rows.gather(each) for each in own)
+
     def without_rows(self) -> DeferredLogits:
         """Return the logits of this rank's positions alone, of rows that context divides."""
         return DeferredLogits(self.head, self.hidden, self.tokens, self.steps, self.beside)

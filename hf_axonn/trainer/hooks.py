@@ -221,8 +221,9 @@ def prediction_step(
 ):
     """Leave logits to the loss where an evaluation returns nothing else."""
     loss = getattr(without_peft(self.accelerator.unwrap_model(model)), "loss_function", None)
-    alone = prediction_loss_only and isinstance(loss, ShardedCausalLMLoss)
-    with loss.alone() if alone else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if prediction_loss_only and isinstance(loss, ShardedCausalLMLoss):
+            stack.enter_context(loss.alone())
         return original(model, inputs, prediction_loss_only, ignore_keys)
 
 

@@ -293,7 +293,8 @@ def _keep_ends(
                 stand_in = ElsewhereEmbedding(module.embedding_dim, module.weight.dtype, shared)
                 model.set_submodule(names[module], stand_in)
         elif "Norm" in type(module).__name__:
-            if not (last if after or module in final else first):
+            ends = after or module in final or "final" in names[module].rpartition(".")[2]  # OPT names it first
+            if not (last if ends else first):
                 model.set_submodule(names[module], ElsewhereLayer(module))
         else:
             raise ValueError(

@@ -10,6 +10,7 @@ import torch
 
 import hf_axonn
 from hf_axonn import Grid
+from hf_axonn.layers.vocabulary import Head
 from hf_axonn_eval import Sample, extract
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction.kv_cache import can_be_kept
@@ -200,6 +201,34 @@ def scored_and_refused(samples) -> tuple[list, list[str], float]:
         {"generate": False, "near_copies": NearCopySearch(edits=2)},
     )
     return scored, [refused(extract, model, None, samples, **options, **more) for more in decodes], loss
+
+
+class Decimals:
+    """A tokenizer whose texts are the ids."""
+
+    @staticmethod
+    def decode(ids) -> str:
+        return " ".join(map(str, ids))
+
+
+def membership_of(grid, samples) -> tuple[list, int]:
+    """Return membership scores, and the most positions of a row of which logits were formed at once."""
+    model = family("llama") if grid is None else hf_axonn.parallelize(family("llama"), grid)[0]
+    with Float64(), mock.patch.object(Head, "full_logits", autospec=True, side_effect=Head.full_logits) as full:
+        scores = score_suffixes(model.eval(), samples, tokenizer=Decimals)
+    return [score.membership for score in scores], max(
+        (call.args[1].shape[1] for call in full.call_args_list), default=0
+    )
+
+
+def test_membership_over_context_forms_logits_of_a_ranks_positions_alone():
+    samples = parting_samples(family("llama"), 3, prefixes=(20, 30), suffixes=(5, 5))
+    truth, _ = membership_of(None, samples)
+    grid, longest = Grid(z=2, context=2), max(map(len, documents(samples)))
+    for found, positions in run_ranks(membership_of, 2, grid, samples):
+        assert positions <= grid.positions(longest) < 0.6 * longest
+        for scores, expected in zip(found, truth, strict=True):
+            assert scores == pytest.approx(expected, abs=1e-10, rel=0)
 
 
 def documents(samples) -> list[list[int]]:

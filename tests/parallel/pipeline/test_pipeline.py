@@ -41,8 +41,16 @@ SCHEDULES = [
 ]
 
 
+PACKED = ", packed"
+OPTIONS = {"opt": dict(dropout=0.0, ffn_dim=40, word_embed_proj_dim=48)}
+
+
 def make(kind: str) -> nn.Module:
     """The same numbers each time."""
+    if kind.endswith(PACKED):
+        model = make(kind.removesuffix(PACKED))
+        model.config.use_cache = False  # with which Transformers parts documents
+        return model
     if kind == "gpt2":
         return tiny_model(kind, num_hidden_layers=LAYERS, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).train()
     if kind in ("gemma2", "mixtral"):
@@ -51,7 +59,18 @@ def make(kind: str) -> nn.Module:
         config = AutoConfig.for_model(kind, num_key_value_heads=2, num_hidden_layers=LAYERS, **SIZES, **more)
         experts = {"experts_implementation": "eager"} if kind == "mixtral" else {}
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **experts).double().train()
-    return tiny_model(kind, num_hidden_layers=LAYERS).train()
+    return tiny_model(kind, num_hidden_layers=LAYERS, **OPTIONS.get(kind, {})).train()
+
+
+def make_batch(kind: str, rows: int) -> dict[str, Tensor]:
+    """Rows with padding, or with two documents each, of other lengths in every row."""
+    batch = tiny_batch(rows, 7)
+    if kind.endswith(PACKED):
+        del batch["attention_mask"]
+        places = torch.arange(7, device=batch["input_ids"].device).expand(rows, 7)
+        second = 1 + torch.arange(rows, device=places.device).unsqueeze(1) % 6
+        batch["position_ids"] = torch.where(places < second, places, places - second)
+    return batch
 
 
 def logits_loss(model: nn.Module, batch: dict[str, Tensor], kept: Tensor) -> Tensor:
@@ -110,7 +129,7 @@ def _compare(cases: list, truths: dict, rows: int) -> list[str]:
     for kind, grid, settings, of_logits in cases:
         config = AxonnConfig(grid=grid, **settings)
         model, _ = parallelize(make(kind), grid, config=config)
-        batch = rows_of(tiny_batch(rows, 7), grid, dist.get_rank())
+        batch = rows_of(make_batch(kind, rows), grid, dist.get_rank())
         ours, truth = steps(model, batch, grid=grid, of_logits=of_logits), truths[kind]
         losses = ours["losses"].clone()
         dist.all_reduce(losses)
@@ -130,7 +149,7 @@ def _compare(cases: list, truths: dict, rows: int) -> list[str]:
 
 
 def check(world: int, cases: list, rows: int = 16) -> None:
-    truths = {kind: steps(make(kind), tiny_batch(rows, 7)) for kind in {kind for kind, *_ in cases}}
+    truths = {kind: steps(make(kind), make_batch(kind, rows)) for kind in {kind for kind, *_ in cases}}
     for wrong in run_ranks(_compare, world, cases, truths, rows, timeout=600):
         assert not wrong
 
@@ -145,7 +164,7 @@ def test_pipe_alone() -> None:
 
 @pytest.mark.slow
 def test_pipe_alone_of_more_models() -> None:
-    cases = [(kind, Grid(pipe=2), {}, False) for kind in ("gpt2", "gemma2", "smollm2")]
+    cases = [(kind, Grid(pipe=2), {}, False) for kind in ("gpt2", "gemma2", "smollm2", "opt")]
     check(2, [*cases, ("smollm2", Grid(pipe=2), {}, True)])
 
 
@@ -219,6 +238,13 @@ def test_receive_buffers_are_of_the_micro_batches_under_way() -> None:
 @pytest.mark.parametrize("world", [4, 8])
 def test_every_model_on_every_grid(world: int, kind: str) -> None:
     check(world, [(kind, grid, {}, False) for grid in GRIDS[world]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [Grid(pipe=2, z=2, context=2), Grid(pipe=2, z=4, context=2)], ids=str)
+def test_stages_of_packed_rows_and_of_positions_that_are_counted(grid: Grid) -> None:
+    kinds = [f"{kind}{PACKED}" for kind in ("llama", "gemma2")]
+    check(grid.size, [(kind, grid, {}, False) for kind in (*kinds, "opt")])
 
 
 @pytest.mark.slow
