@@ -103,7 +103,7 @@ class Settings:
     prefetch: str | int = "layer"
     tune_matmuls: bool = False
     layout: str = "auto"
-    experts: str = "gather"
+    experts: str = "auto"
     context_attention: str = "auto"
     async_save: bool = False
     save_failure: str = "stop"

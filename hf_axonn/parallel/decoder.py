@@ -302,11 +302,19 @@ def _generate(state: ShardedModel, model: nn.Module, original: Callable, /, *arg
     """Generate on all ranks until the longest row is done, with a cache: every forward uses weights gathered over z.
 
     The weights are gathered once for the call. Memory: those of a model on the same grid with z = 1.
+
+    Raises:
+        ValueError: it is without a cache, and tokens travel to experts on other ranks of z.
     """
     settings = (kwargs.get("generation_config") or (args[1] if len(args) > 1 else None), model.generation_config)
     choices = (kwargs.get("use_cache"), *(getattr(given, "use_cache", None) for given in settings))
     if next((choice for choice in choices if choice is not None), None) is not False:
         kwargs.setdefault("synced_gpus", True)
+    elif any(weight.stays for weight in state.weights):
+        raise ValueError(
+            f"generate(use_cache=False) over z={state.grid.z} with experts: move: a rank whose rows have ended would "
+            "stop, and the others wait for its experts. Use the cache, or write experts: gather."
+        )
     # Without a cache Transformers fails for a rank that is done and continues: it lengthens the mask, not the tokens.
     # The first forward uses every weight, so none is gathered later and a rank may stop by itself.
     with state.context.gather_cache.keep_everything():

@@ -42,7 +42,9 @@ GRID = Grid(data=2, z=2, y=2, x=2)
 PIPED = Grid(pipe=2, z=2, y=2, x=2)
 DIVIDED_ROWS = Grid(data=4, z=2, x=2, context=2)
 ROWS, SEQ = 4, 16
-EXPERTS = dict(num_experts=8, num_local_experts=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
+# Two on each rank of GRID.
+EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 16)
+EXPERTS |= dict(num_experts_per_tok=2, moe_intermediate_size=24)
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
 # One layer where layers are alike; `plain` and `stage` have two.
 SIZES = {
@@ -135,16 +137,22 @@ def checkpointed(kind: str, reads: HostReads) -> None:
     reentrant(kind, reads, use_reentrant=False)
 
 
+def gather(kind: str, reads: HostReads, **sizes) -> None:
+    """Experts that are gathered over z."""
+    model, _ = parallelize(make_fake(kind, **sizes), config=AxonnConfig(grid=GRID, experts="gather"))
+    train(model, reads)
+
+
 def many_foreign(kind: str, reads: HostReads) -> None:
     """So many pairs of other ranks' experts that they are not taken along."""
     with mock.patch.object(moe, "FOREIGN_BYTES", 0):
-        train(parallelize(make_fake(kind), GRID)[0], reads)
+        gather(kind, reads)
 
 
 def one_expert(kind: str, reads: HostReads) -> None:
     """On each rank of (x, y)."""
     four = {name: 4 for name in ("num_experts", "num_local_experts") if hasattr(AutoConfig.for_model(kind), name)}
-    train(parallelize(make_fake(kind, **four), GRID)[0], reads)
+    gather(kind, reads, **four)
 
 
 def lora(kind: str, reads: HostReads) -> None:
@@ -376,6 +384,7 @@ SITUATIONS = dict(
     products=products,
     reentrant=reentrant,
     checkpointed=checkpointed,
+    gather=gather,
     many_foreign=many_foreign,
     one_expert=one_expert,
     lora=lora,

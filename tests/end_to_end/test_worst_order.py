@@ -61,8 +61,12 @@ def adapted():
     return get_peft_model(llama(), LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
 
 
-def recomputed(*, use_reentrant):
-    model = llama()
+def mixture():
+    return tiny_model("mixtral", dtype=torch.float32, experts_implementation="eager", **MOE)
+
+
+def recomputed(make=llama, *, use_reentrant):
+    model = make()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     return model
 
@@ -71,7 +75,9 @@ MODES = {
     "plain": llama,
     "frozen weights": partly_frozen,
     "LoRA": adapted,
-    "MoE": lambda: tiny_model("mixtral", dtype=torch.float32, experts_implementation="eager", **MOE),
+    "MoE": mixture,
+    "MoE, recomputed": functools.partial(recomputed, mixture, use_reentrant=False),
+    "MoE, gathered": mixture,
     "qwen3_moe": lambda: tiny_model("qwen3_moe", dtype=torch.float32, num_experts=4, **EAGER),
     "deepseek_v3": lambda: tiny_model("deepseek_v3", dtype=torch.float32, **EAGER, **LATENT),
     "bfloat16": lambda: tiny_model("llama", dtype=torch.bfloat16),
@@ -86,6 +92,7 @@ MODES = {
 }
 
 
+SETTINGS = {"MoE, gathered": {"experts": "gather"}}
 # Of grids with pipe.
 SCHEDULES = {
     "interleaved": {"schedule": "interleaved", "stages_per_rank": 2},
@@ -96,7 +103,7 @@ SCHEDULES = {
 
 
 def made(mode, grid, *, overlap=True, keep="none"):
-    settings = SCHEDULES.get(mode, {})
+    settings = (SETTINGS | SCHEDULES).get(mode, {})
     config = AxonnConfig(grid=grid, overlap=Overlap() if overlap else NO_OVERLAP, keep_gathered=keep, **settings)
     model, _ = parallelize(MODES[mode](), grid, config=config)
     if mode == "autocast":
@@ -242,7 +249,8 @@ def check(cases, folder, timeout=240, world=4):
 QUICK = [
     (Grid(z=2, x=2), "plain", "nccl", "none", True),
     (Grid(data=2, z=2), "frozen weights", "gloo", "all", False),
-    (Grid(y=2, x=2), "MoE", "gloo", "none", False),
+    (Grid(y=2, x=2), "MoE, gathered", "gloo", "none", False),
+    (Grid(z=2, x=2), "MoE, recomputed", "nccl", "none", False),
     (Grid(data=2, y=2), "Trainer, bf16", "gloo", "none", True),
     (Grid(pipe=2, z=2), "zero bubble", "nccl", "none", False),
     (Grid(z=2, x=2, context=2), "plain", "nccl", "none", False),
@@ -293,7 +301,9 @@ ALL_GRIDS = [
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in SCHEDULES])
 def test_no_bit_changes_on_any_grid(tmp_path, mode, like):
     """Both branches together generate and save on each of its grids. What is kept of gathers is the same in both."""
-    grids = ALL_GRIDS if mode in ("plain", "MoE") else ALL_GRIDS[:3]  # the others send no more kinds of messages
+    grids = (
+        ALL_GRIDS if mode in ("plain", "MoE", "MoE, gathered") else ALL_GRIDS[:3]
+    )  # the others send no more kinds of messages
     cases = [(grid, mode, like, "none", number % 2 == (like == "gloo")) for number, grid in enumerate(grids)]
     if like == "nccl":
         cases += [(grid, mode, like, keep, False) for grid in grids if grid.z > 1 for keep in ("all", 1)]

@@ -1,4 +1,7 @@
-"""Mixture of experts on every kind of grid equals one process: experts, router, auxiliary loss, checkpoints."""
+"""Mixture of experts on every kind of grid equals one process: experts, router, auxiliary loss, checkpoints.
+
+Experts are gathered over z but where a test says otherwise; test_moving_experts.py has those to which tokens travel.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +64,7 @@ KINDS = {
         num_local_experts=4, intermediate_size=21, intermediate_size_mlp=40, interleave_moe_layer_step=1
     ),
 }
+CHOOSING = [kind for kind in KINDS if kind != "llama4_text"]  # whose experts get the tokens that chose them
 TWO = [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)]
 FOUR = [Grid(y=2, x=2), Grid(z=2, x=2)]
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -71,6 +75,14 @@ def moe(kind, **changes):
     model = tiny_model(kind, **(EXPERTS | KINDS[kind] | changes))
     assert any(map(is_experts, model.modules()))
     return model
+
+
+def gathered(grid: Grid, **settings) -> AxonnConfig:
+    return AxonnConfig(grid=grid, experts="gather", **settings)
+
+
+def moved(grid: Grid) -> AxonnConfig:
+    return AxonnConfig(grid=grid, experts="move")
 
 
 def plan_blocks(planned: bool, put=setattr) -> None:
@@ -115,7 +127,7 @@ def errors(*each: Planned):
 
 
 def two_steps(kind, **changes):
-    return Case(kind, functools.partial(moe, kind, **changes), steps=2)
+    return Case(kind, functools.partial(moe, kind, **changes), steps=2, config=gathered)
 
 
 LINEARS = ("gpt_oss", "llama4_text")
@@ -173,15 +185,16 @@ def test_ways_of_training(all_grids):
     make = functools.partial(moe, "qwen3_moe", num_hidden_layers=1)
     again = functools.partial(make, output_router_logits=False)
     batches = [tiny_batch(8, 7), tiny_batch(8, 5, seed=4)]
+    case = functools.partial(Case, config=gathered)
     cases = [
-        Case("num_items_in_batch", make, [counted(batch) for batch in batches]),
-        Case("no mask", make, [packed(batch) for batch in batches]),
-        Case("checkpointed", make, before=functools.partial(checkpointed, reentrant=False)),
+        case("num_items_in_batch", make, [counted(batch) for batch in batches]),
+        case("no mask", make, [packed(batch) for batch in batches]),
+        case("checkpointed", make, before=functools.partial(checkpointed, reentrant=False)),
         # Its first pass has no graph, so on one process too no auxiliary loss would reach the routers.
-        Case("checkpointed, reentrant", again, before=functools.partial(checkpointed, reentrant=True)),
-        Case("frozen experts", make, before=frozen_experts),
-        Case("kept", make, config=lambda grid: AxonnConfig(grid=grid, keep_gathered="all")),
-        Case("no overlap", make, config=lambda grid: AxonnConfig(grid=grid, overlap=NO_OVERLAP)),
+        case("checkpointed, reentrant", again, before=functools.partial(checkpointed, reentrant=True)),
+        case("frozen experts", make, before=frozen_experts),
+        case("kept", make, config=lambda grid: gathered(grid, keep_gathered="all")),
+        case("no overlap", make, config=lambda grid: gathered(grid, overlap=NO_OVERLAP)),
     ]
     if not all_grids:  # experts that no host reads are checkpointed, too
         cases = [case for case in cases if case.name != "checkpointed"]
@@ -222,7 +235,7 @@ def errors_without_reading(monkeypatch, kinds, grids, number, sizes=(), **option
     cases = []
     for kind in kinds:
         make = functools.partial(moe, kind, **{NUMBER.get(kind, "num_experts"): number}, **dict(sizes))
-        case = Case(kind, make, **options)
+        case = Case(kind, make, config=gathered, **options)
         grouped = dataclasses.replace(case, make=functools.partial(make, experts_implementation="grouped_mm"))
         cases.append((grouped, case.truth()))
     monkeypatch.setattr(Experts, "_few_foreign", UNREAD)
@@ -242,8 +255,7 @@ def test_experts_that_no_host_reads(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("grids", [TWO, [*FOUR, Grid(x=4), Grid(y=4)], [Grid(z=2, x=3)]], ids=["two", "four", "six"])
 def test_experts_of_every_kind_that_no_host_reads(monkeypatch, grids):
-    kinds = [kind for kind in KINDS if kind != "llama4_text"]
-    assert not errors_without_reading(monkeypatch, kinds, grids, 8, steps=2)
+    assert not errors_without_reading(monkeypatch, CHOOSING, grids, 8, steps=2)
 
 
 def one_sided():
@@ -268,14 +280,16 @@ def test_a_rank_without_a_token_takes_part(blocks, linears):
     ids = batch["input_ids"] % 60 + 3
     ids[4:] += 66
     batch |= {"input_ids": ids, "labels": torch.where(batch["labels"] == -100, -100, ids)}
-    case = Case("one-sided", one_sided, [batch])
-    again = Case("again", one_sided, [batch], before=functools.partial(checkpointed, reentrant=False))
+    cases = [
+        Case("one-sided", one_sided, [batch], config=gathered),
+        Case("again", one_sided, [batch], config=gathered, before=functools.partial(checkpointed, reentrant=False)),
+    ]
     chosen = []
     model = one_sided()
     model.model.layers[0].mlp.gate.register_forward_hook(lambda module, args, output: chosen.append(output[2]))
     model(input_ids=ids, attention_mask=batch["attention_mask"])
     assert chosen[0].view(8, 7)[:4].eq(0).all() and chosen[0].view(8, 7)[4:].eq(1).all()
-    assert not errors(Planned([case, again], [blocks]), Planned([case], [linears], by_blocks=False))
+    assert not errors(Planned(cases, [blocks]), Planned(cases[:1], [linears], by_blocks=False))
 
 
 def _outputs(batch, of_blocks, of_linears):
@@ -287,7 +301,7 @@ def _outputs_of(batch, kind, planned):
     plan_blocks(planned)
     grid = Grid(z=2, x=2)
     mine = rows_of(batch, grid, torch.distributed.get_rank())
-    plain, (model, _) = moe(kind), parallelize(moe(kind), grid)
+    plain, (model, _) = moe(kind), parallelize(moe(kind), config=gathered(grid))
     with exact():
         for training in (True, False):
             plain.train(training), model.train(training)
@@ -322,7 +336,7 @@ def _memory(kind):
         return result
 
     ExpertLayout.block = recording
-    model, _ = parallelize(moe(kind).train(), Grid(z=2))
+    model, _ = parallelize(moe(kind).train(), config=gathered(Grid(z=2)))
     calls = []
     with exact(), observe(lambda name, size, group: calls.append((name, size))):
         loss = model(**rows_of(tiny_batch(8, 7), Grid(z=2), torch.distributed.get_rank())).loss
@@ -341,13 +355,14 @@ def test_gathered_weights_do_not_live_from_forward_to_backward(by_blocks):
     run_ranks(_memory, 2, "mixtral")
 
 
-def _other_ways(name, grids, truth, unread):
+def _other_ways(name, configs, truth, unread):
     batch = tiny_batch(6, 7)
     if unread:
         Experts._few_foreign = UNREAD
-    for grid in grids:
+    for config in configs:
+        grid = config.grid
         mine = rows_of(batch, grid, torch.distributed.get_rank())
-        model, _ = parallelize(one_precision(name), grid)
+        model, _ = parallelize(one_precision(name), config=config)
         with torch.autocast(rank_device().type, dtype=torch.bfloat16):
             loss = model(**mine).loss
         loss.backward()
@@ -378,8 +393,8 @@ def one_precision(name):
 def test_other_ways_of_multiplying(by_blocks, name, fours, threes):
     """Transformers' grouped and batched matmuls: the same within float32, and roughly in bfloat16."""
     truth = fit(one_precision(name), [tiny_batch(6, 7)])
-    run_ranks(_other_ways, 4, name, fours, truth, False)
-    run_ranks(_other_ways, 3, name, threes, truth, True)
+    run_ranks(_other_ways, 4, name, [way(grid) for way in (gathered, moved) for grid in fours], truth, False)
+    run_ranks(_other_ways, 3, name, list(map(gathered, threes)), truth, True)
 
 
 def writer(kind):
@@ -390,8 +405,8 @@ def writer(kind):
 
 
 def _generate(expected, prompt, grids):
-    for (kind, truth), grid in zip(expected.items(), grids, strict=True):
-        model, _ = parallelize(writer(kind), grid)
+    for (kind, truth), (grid, way) in zip(expected.items(), zip(grids, (gathered, moved), strict=True), strict=True):
+        model, _ = parallelize(writer(kind), config=way(grid))
         mine = rows_of(prompt | {"written": truth}, grid, torch.distributed.get_rank())
         truth_here = mine.pop("written")
         with torch.no_grad(), exact():
@@ -425,47 +440,65 @@ def _read(folder, pairs):
         stock(copy)
 
     unread._copy = counting
-    for kind, grid, plain in pairs:
+    for kind, config, plain in pairs:
         read.clear()
-        model = from_pretrained(folder / kind, grid=grid)
+        model = from_pretrained(folder / kind, config=config)
         held = sum(parameter.to_local().numel() for parameter in model.parameters())
         held += sum(buffer.numel() for name, buffer in model.named_buffers() if name in model.state_dict())
         assert sum(read) == held < 0.45 * sum(parameter.numel() for parameter in plain.values())
         assert plain.keys() == dict(model.named_parameters()).keys()
         for name, parameter in plain.items():
-            assert largest_difference(model.get_parameter(name), parameter) == 0, (kind, grid, name)
+            assert largest_difference(model.get_parameter(name), parameter) == 0, (kind, config, name)
 
 
 def check_read(folder, pairs):
-    """Kinds on grids; every rank looks at its own shards."""
+    """Kinds with settings; every rank looks at its own shards."""
     plain = {kind: dict(AutoModelForCausalLM.from_pretrained(folder / kind).named_parameters()) for kind in KINDS}
-    run_ranks(_read, 4, folder, [(kind, grid, plain[kind]) for kind, grid in pairs])
+    run_ranks(_read, 4, folder, [(kind, config, plain[kind]) for kind, config in pairs])
 
 
-READ_ON = [*FOUR, Grid(z=4)]
+READ_ON = [gathered(FOUR[0]), moved(FOUR[1]), gathered(Grid(z=4)), moved(Grid(z=4))]
 
 
 def test_a_rank_reads_only_its_slices_of_every_expert(folder):
-    """Each kind on one of the grids."""
-    check_read(folder, [(kind, READ_ON[place % len(READ_ON)]) for place, kind in enumerate(KINDS)])
+    """Each kind in one of the ways."""
+    check_read(folder, [(kind, READ_ON[place % len(READ_ON)]) for place, kind in enumerate(CHOOSING)])
 
 
 @pytest.mark.slow
 def test_a_rank_reads_only_its_slices_of_every_expert_on_every_grid(folder):
-    check_read(folder, itertools.product(KINDS, READ_ON))
+    configs = [way(grid) for way in (gathered, moved) for grid in (*FOUR, Grid(z=4))]
+    check_read(folder, itertools.product(CHOOSING, configs))
+    check_read(folder, itertools.product(["llama4_text"], configs[: len(configs) // 2]))
 
 
 def _round_trip(folder):
-    model = from_pretrained(folder / "mixtral", grid=Grid(z=2, x=2))
-    save_sharded(model, folder / "sharded")
-    plain = AutoModelForCausalLM.from_pretrained(folder / "mixtral")
-    other, _ = parallelize(moe("mixtral", dtype=torch.float32, seed=5), Grid(y=4))
-    load_sharded(other, folder / "sharded")
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(other.get_parameter(name).full_tensor(), parameter), name
-    third = from_pretrained(folder / "sharded", grid=Grid(data=2, x=2))
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(third.get_parameter(name).full_tensor(), parameter), name
+    """Of experts that lie in one way, read where they lie in the other, and with the state of an optimizer."""
+    plain = dict(AutoModelForCausalLM.from_pretrained(folder / "mixtral").named_parameters())
+    trips = [(gathered(FOUR[1]), moved(Grid(y=4))), (moved(FOUR[1]), gathered(Grid(z=4)))]
+    for number, (one, other) in enumerate(trips):
+        model = from_pretrained(folder / "mixtral", config=one)
+        optimizer = stepped(model)
+        saved = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        save_sharded(model, folder / f"sharded-{number}", optimizer=optimizer)
+        second, _ = parallelize(moe("mixtral", dtype=torch.float32, seed=5), config=other)
+        momentum = stepped(second)
+        load_sharded(second, folder / f"sharded-{number}", optimizer=momentum)
+        third = from_pretrained(folder / f"sharded-{number}", config=moved(Grid(data=2, x=2)))
+        for name, value in saved.items():
+            assert not torch.equal(value, plain[name]) and torch.equal(third.get_parameter(name).full_tensor(), value)
+            assert torch.equal(second.get_parameter(name).full_tensor(), value), name
+            states = optimizer.state[model.get_parameter(name)], momentum.state[second.get_parameter(name)]
+            assert torch.equal(*(state["exp_avg"].full_tensor() for state in states)), name
+
+
+def stepped(model) -> torch.optim.Optimizer:
+    """An optimizer that has made a step, whose gradients are the parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    return optimizer
 
 
 def test_a_checkpoint_of_one_grid_is_read_on_another(folder):
@@ -473,7 +506,7 @@ def test_a_checkpoint_of_one_grid_is_read_on_another(folder):
 
 
 def _report():
-    model, report = parallelize(moe("gpt_oss"), Grid(z=2, x=2))
+    model, report = parallelize(moe("gpt_oss"), config=gathered(Grid(z=2, x=2)))
     entries = {entry.name: entry for entry in report.entries}
     experts = model.model.layers[0].mlp.experts
     assert entries["model.layers.0.mlp.experts"].kind == "experts" and parallel_state(model) is not None

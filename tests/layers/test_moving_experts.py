@@ -15,23 +15,17 @@ from hf_axonn.distributed.collectives import observe
 from hf_axonn.layers import moe as layers
 from hf_axonn.layers.moe import MovingExperts, is_experts
 from hf_axonn.topology.experts import expert_owners
-from tests.helpers.devices import rank_device
-from tests.helpers.equality import Case, exact, fit, rows_of
-from tests.helpers.float64 import checkpointed, relative_errors
+from tests.helpers.equality import Case, exact, rows_of
+from tests.helpers.float64 import checkpointed
 from tests.helpers.models import tiny_batch
 from tests.helpers.ranks import run_ranks
-from tests.layers.test_moe import KINDS, NUMBER, Planned, errors, frozen_experts, moe, one_precision, one_sided
+from tests.layers.test_moe import CHOOSING, NUMBER, Planned, errors, frozen_experts, moe, moved, one_sided
 
 
 pytestmark = pytest.mark.usefixtures("device")
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-MOVED = [kind for kind in KINDS if kind != "llama4_text"]
 FOUR = [Grid(z=4), Grid(z=2, x=2), Grid(z=2, y=2), Grid(y=2, x=2), Grid(z=2, context=2, x=2), Grid(data=2, z=2)]
-
-
-def move(grid: Grid) -> AxonnConfig:
-    return AxonnConfig(grid=grid, experts="move")
 
 
 def make(kind, number=6, **changes):
@@ -40,7 +34,7 @@ def make(kind, number=6, **changes):
 
 def case(kind, name="", **options):
     changes = options.pop("changes", {})
-    return Case(f"{kind} {name}", functools.partial(make, kind, **changes), config=move, **options)
+    return Case(f"{kind} {name}", functools.partial(make, kind, **changes), config=moved, **options)
 
 
 def test_moved_experts_equal_one_process():
@@ -57,7 +51,7 @@ def test_moved_experts_equal_one_process():
 @pytest.mark.slow
 @pytest.mark.parametrize("grids", [[Grid(z=2), Grid(x=2), Grid(y=2)], FOUR, [Grid(z=2, x=3)]], ids=["2", "4", "6"])
 def test_moved_experts_of_every_kind_on_every_grid(grids):
-    assert not errors(Planned([case(kind, steps=3) for kind in MOVED], grids))
+    assert not errors(Planned([case(kind, steps=3) for kind in CHOOSING], grids))
 
 
 @pytest.mark.slow
@@ -121,7 +115,7 @@ def _reads(cases):
         found = []
         find = layers.find_routes
         layers.find_routes = lambda *args: found.append(args) or find(*args)  # noqa: B023
-        model, _ = parallelize(make("mixtral", output_router_logits=False).train(), config=move(Grid(z=2)))
+        model, _ = parallelize(make("mixtral", output_router_logits=False).train(), config=moved(Grid(z=2)))
         if reentrant is not None:
             checkpointed(model, reentrant=reentrant)
         mine = rows_of(tiny_batch(8, 7), Grid(z=2), dist.get_rank())
@@ -145,7 +139,7 @@ def test_the_host_reads_once_a_layer_and_never_in_backward():
 
 
 def _storage(grid):
-    model, report = parallelize(make("gpt_oss", 9), config=move(grid))
+    model, report = parallelize(make("gpt_oss", 9), config=moved(grid))
     layer = model.model.layers[0].mlp.experts
     own = expert_owners(9, grid)[grid.place(dist.get_rank()).index("z", "x", "y")]
     assert isinstance(model.axonn.sharded_layers[layer], MovingExperts)
@@ -165,45 +159,24 @@ def test_every_expert_lies_whole_on_one_rank():
 def _refused():
     grid = Grid(z=2)
     with pytest.raises(ValueError, match=r"experts is move.* 2 \* 1 \* 1 = 2 ranks are more than the 1 experts"):
-        parallelize(make("mixtral", 1, num_experts_per_tok=1), config=move(grid))
+        parallelize(make("mixtral", 1, num_experts_per_tok=1), config=moved(grid))
     with pytest.raises(ValueError, match="Llama4TextExperts sends every token to every expert"):
-        parallelize(moe("llama4_text"), config=move(grid))
+        parallelize(moe("llama4_text"), config=moved(grid))
     _, report = parallelize(moe("llama4_text"), config=AxonnConfig(grid=grid, experts="auto"))
     assert report.experts == "experts gathered over z: Llama4TextExperts sends every token to every expert"
     model, report = parallelize(moe("mixtral"), config=AxonnConfig(grid=grid, experts="auto"))
     assert "tokens travel" in report.experts and any(map(is_experts, model.modules()))
+    with pytest.raises(ValueError, match=r"generate\(use_cache=False\) over z=2 with experts: move"):
+        model.generate(torch.ones(1, 3, dtype=torch.int64), use_cache=False, max_new_tokens=2)
 
 
-def test_move_is_refused_where_it_cannot_be():
+def test_what_cannot_move_is_refused():
     run_ranks(_refused, 2)
-
-
-def _other_ways(name, grids, truth):
-    for grid in grids:
-        mine = rows_of(tiny_batch(6, 7), grid, dist.get_rank())
-        model, _ = parallelize(one_precision(name).to(rank_device()), config=move(grid))
-        with torch.autocast(rank_device().type, dtype=torch.bfloat16):
-            loss = model(**mine).loss
-        loss.backward()
-        for key, grad in truth.gradients.items():
-            if is_experts(model.get_submodule(key.rpartition(".")[0])):
-                rounded = model.get_parameter(key).grad
-                assert rounded.dtype == torch.float32
-                assert (rounded.full_tensor() - grad).norm() < 0.1 * grad.norm(), (name, str(grid), key)
-        model.zero_grad()
-        worst = relative_errors(fit(model, [mine]).gradients, truth.gradients)
-        assert max(worst.values()) < 2e-4, (name, str(grid), worst)
-
-
-@pytest.mark.parametrize("name", ["grouped_mm", SLOW("batched_mm")])
-def test_grouped_and_batched_matmuls(name):
-    truth = fit(one_precision(name), [tiny_batch(6, 7)])
-    run_ranks(_other_ways, 2, name, [Grid(z=2), Grid(x=2)], truth)
 
 
 def _evaluated(batch, expected):
     for grid in (Grid(z=2, x=2), Grid(data=2, z=2)):
-        model, _ = parallelize(make("qwen3_moe"), config=move(grid))
+        model, _ = parallelize(make("qwen3_moe"), config=moved(grid))
         mine = rows_of(batch, grid, dist.get_rank())
         with exact(), torch.no_grad():
             ours = model(**mine)
