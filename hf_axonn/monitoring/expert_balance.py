@@ -29,6 +29,7 @@ from hf_axonn.distributed.mesh import TOKENS
 from hf_axonn.engine.state import ParallelState, parallel_state
 from hf_axonn.layers.moe import Experts, is_called_sorted, is_experts
 from hf_axonn.losses.causal_lm import widest_float
+from hf_axonn.topology.experts import DISPATCH
 
 
 logger = get_logger(__name__)
@@ -97,8 +98,8 @@ class ExpertBalance:
     def take(self, world: torch.distributed.ProcessGroup | None) -> Imbalance:
         """Return the numbers since the last call, which begin again from zero.
 
-        Collectives, where layers of this rank have experts: over a grid an all-reduce of their counts over (x, y) and
-        one over TOKENS, else one over `world`.
+        Collectives, where layers of this rank have experts: over a grid an all-reduce of their counts over the ranks
+        that work on the same tokens, (x, y) or DISPATCH, and one over the others; else one over `world`.
         """
         entropy, tokens = self._entropy.tolist()
         self._entropy.zero_()
@@ -110,21 +111,17 @@ class ExpertBalance:
             counts = counts if world is None else reduce_(counts, world)
             pairs = counts.sum(dim=1).clamp(min=1)
             return Imbalance((entropy, tokens), ((counts.amax(dim=1) * self._numbers / pairs).max().item(), 0.0))
-        mesh = self._state.mesh
-        counts = reduce_(counts, mesh.group("x", "y"))
-        own = torch.stack([self._own_pairs(*each) for each in zip(self._layers.values(), counts, strict=True)])
-        counts = reduce_(counts, mesh.group(*TOKENS))
+        mesh, layers = self._state.mesh, [self._state.sharded_layers[module] for module in self._layers.values()]
+        experts = [layer for layer in layers if isinstance(layer, Experts)]
+        together, others = (DISPATCH, ("data",)) if experts[0].whole else (("x", "y"), TOKENS)
+        counts = reduce_(counts, mesh.group(*together))
+        ranges = [slice(layer.range.start, layer.range.stop) for layer in experts]
+        own = torch.stack([of_layer[here].sum() for of_layer, here in zip(counts, ranges, strict=True)])
+        counts = reduce_(counts, mesh.group(*others))
         pairs = counts.sum(dim=1).clamp(min=1)
         fullest = counts.amax(dim=1) * self._numbers / pairs
         rank, at = (own * mesh.size(*TOKENS, "x", "y") / pairs).max(dim=0)
         return Imbalance((entropy, tokens), (fullest.max().item(), rank.item()), list(self._layers)[int(at)])
-
-    def _own_pairs(self, module: nn.Module, counts: Tensor) -> Tensor:
-        """Pairs of token and expert of one layer that this rank works on, by the counts [E] of its (data, z)."""
-        assert self._state is not None
-        layer = self._state.sharded_layers[module]
-        assert isinstance(layer, Experts)
-        return counts[layer.range.start : layer.range.stop].sum()
 
     def warn(self, own: Imbalance, most: float, steps: int) -> None:
         """Warn once when a rank had more than FULL times the mean in logs of STEPS steps in a row.
@@ -140,7 +137,7 @@ class ExpertBalance:
                 f"one rank has had more than {FULL:.0f} times the mean work on experts for {self._steps} steps: since "
                 f"the last log rank {world_rank()} has had {most:.1f} times the mean of the ranks in {own.layer}, and "
                 "the others wait for it. Raise router_aux_loss_coef (with output_router_logits=True), which evens out "
-                "the choices of routers, or give experts to fewer ranks by a smaller x * y."
+                "the choices of routers, or divide the experts among fewer ranks."
             )
 
 

@@ -14,10 +14,10 @@ from transformers import TrainerCallback
 
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid, Monitor, MonitorCallback, parallelize
 from hf_axonn.compat.transformers import find_routers
-from hf_axonn.engine.weight_layout import vocabulary_range
+from hf_axonn.config import AxonnConfig
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.monitoring.expert_balance import ExpertBalance, Imbalance
-from hf_axonn.topology.grid import GridPosition
+from hf_axonn.topology.experts import own_experts
 from tests.helpers.equality import exact, rows_of
 from tests.helpers.event_files import scalars
 from tests.helpers.float64 import checkpointed
@@ -64,7 +64,9 @@ def recorded(model: torch.nn.Module) -> Iterator[tuple[list, list]]:
         handle.remove()
 
 
-def imbalances(choices: list, grid: Grid, batch: tuple[int, int], experts: int) -> tuple[float, float]:
+def imbalances(
+    choices: list, grid: Grid, batch: tuple[int, int], experts: int, *, move: bool = False
+) -> tuple[float, float]:
     """Count token by token: the fullest expert and the fullest rank, over the means."""
     load = rank_load = 0.0
     rows, seq = batch
@@ -77,10 +79,13 @@ def imbalances(choices: list, grid: Grid, batch: tuple[int, int], experts: int) 
             for expert in chosen:
                 counts[expert] += 1
                 for rank in range(grid.size):
-                    place = GridPosition(grid, grid.coordinates(rank))
-                    has_it = place.index("data", "rows") == row // own_rows
-                    has_it &= place.index("context") == position // own_length
-                    pairs[rank] += has_it and expert in vocabulary_range(experts, place)
+                    place = grid.place(rank)
+                    if move:
+                        has_it = place.index("data") == row // own_rows // grid.rows
+                    else:
+                        has_it = place.index("data", "rows") == row // own_rows
+                        has_it &= place.index("context") == position // own_length
+                    pairs[rank] += has_it and expert in own_experts(experts, place, over_z=move)
         load = max(load, max(counts) * experts / sum(counts))
         rank_load = max(rank_load, max(pairs) * grid.size / sum(pairs))
     return load, rank_load
@@ -96,12 +101,12 @@ def one_pass(model, batch) -> None:
         model(**batch).loss.backward()
 
 
-def expected(kind: str, batch: dict, grid: Grid) -> tuple[float, float, float]:
+def expected(kind: str, batch: dict, grid: Grid, way: str = "gather") -> tuple[float, float, float]:
     model = mixture(kind).train()
     with recorded(model) as (choices, logits):
         one_pass(model, batch)
     experts = next(module.num_experts for module in filter(is_experts, model.modules()))
-    return *imbalances(choices, grid, batch["input_ids"].shape, experts), entropy(logits)
+    return *imbalances(choices, grid, batch["input_ids"].shape, experts, move=way == "move"), entropy(logits)
 
 
 def test_one_process_counts_as_a_hand_does_and_training_alone():
@@ -136,14 +141,17 @@ FOUR = [Grid(z=2, x=2), Grid(z=2, y=2, context=2)]
 def test_every_axis_counts_each_token_once():
     """Rows of 7 tokens, which are filled up over context, and as the only row of a rank over x."""
     batch, small = tiny_batch(4, 7), tiny_batch(2, 7)
-    cases = [(kind, grid, expected(kind, batch, grid)) for kind in ("qwen3_moe", "deepseek_v3") for grid in TWO]
-    run_ranks(_on_grids, 2, batch, [*cases, ("gpt_oss", TWO[0], expected("gpt_oss", batch, TWO[0]))])
-    run_ranks(_on_grids, 4, small, [("qwen3_moe", grid, expected("qwen3_moe", small, grid)) for grid in FOUR])
+    ways = [("qwen3_moe", grid, "gather") for grid in TWO]
+    ways += [("deepseek_v3", grid, "move" if grid.z > 1 else "gather") for grid in TWO]
+    ways += [("gpt_oss", TWO[0], "gather")]
+    run_ranks(_on_grids, 2, batch, [(*way, expected(way[0], batch, *way[1:])) for way in ways])
+    ways = [("qwen3_moe", grid, way) for grid in FOUR for way in ("gather", "move")]
+    run_ranks(_on_grids, 4, small, [(*way, expected(way[0], small, *way[1:])) for way in ways])
 
 
 def _on_grids(batch: dict, cases: list) -> None:
-    for kind, grid, truth in cases:
-        model, _ = parallelize(mixture(kind).train(), grid)
+    for kind, grid, way, truth in cases:
+        model, _ = parallelize(mixture(kind).train(), grid, config=AxonnConfig(grid=grid, experts=way))
         if kind == "qwen3_moe":
             checkpointed(model, reentrant=grid.x > 1)
         elif kind == "deepseek_v3" and grid.x > 1:
@@ -151,7 +159,7 @@ def _on_grids(batch: dict, cases: list) -> None:
         monitor = Monitor(model)
         one_pass(model, rows_of(batch, grid, dist.get_rank()))
         found = monitor.log()
-        assert [found[name] for name in NUMBERS] == pytest.approx(truth, rel=1e-6), (kind, grid)
+        assert [found[name] for name in NUMBERS] == pytest.approx(truth, rel=1e-6), (kind, grid, way)
 
 
 def trained(output, grid: Grid | None, *callbacks: TrainerCallback, **changes) -> list[dict[str, float]]:
@@ -202,8 +210,8 @@ def test_a_rank_with_too_much_work_is_warned_of_once(caplog):
     assert record.getMessage() == (
         "one rank has had more than 4 times the mean work on experts for 60 steps: since the last log rank 0 has had "
         "5.0 times the mean of the ranks in model.layers.1.mlp.experts, and the others wait for it. Raise "
-        "router_aux_loss_coef (with output_router_logits=True), which evens out the choices of routers, or give "
-        "experts to fewer ranks by a smaller x * y."
+        "router_aux_loss_coef (with output_router_logits=True), which evens out the choices of routers, or divide "
+        "the experts among fewer ranks."
     )
 
 
