@@ -32,7 +32,7 @@ AS_IT_IS = {"dtype": torch.float64, "experts_implementation": "eager"}
 KINDS = (
     "gemma4_text", "gemma3n_text", "mimo_v2_flash", "bitnet", "nemotron_h", "longcat_flash", "zamba2", "deepseek_v32",
 )  # fmt: skip
-OTHERS = ("emu3", "mllama", "phi4_multimodal", "moshi", "fuyu", "recurrent_gemma", "dbrx", "zamba", "gemma4")
+OTHERS = ("bart", "phi4_multimodal", "moshi", "fuyu", "recurrent_gemma", "dbrx", "zamba", "gemma4")
 
 
 def gradients_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
