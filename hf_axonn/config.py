@@ -87,6 +87,8 @@ class Settings:
         context_attention: how attention sees whole rows whose positions context divides, one of CONTEXT_ATTENTION
             (layers/context_attention.py); auto takes heads where context divides the query heads that a rank of (x, y)
             has in every attention, else keys.
+        allow_untested: whether a model of a type that nobody has compared with one process is sharded by blocks, as
+            the general rules have them, with a warning (architectures/plan.py); else Linear by Linear.
         async_save: whether Trainer's checkpoints are written while training goes on.
         save_failure: what a Trainer does when a checkpoint cannot be saved (a full disk), one of SAVE_FAILURES.
         schedule: when a rank of pipe runs which micro-batch forward and backward, one of SCHEDULES.
@@ -105,6 +107,7 @@ class Settings:
     layout: str = "auto"
     experts: str = "auto"
     context_attention: str = "auto"
+    allow_untested: bool = False
     async_save: bool = False
     save_failure: str = "stop"
     schedule: str = "1f1b"
@@ -140,7 +143,7 @@ class Settings:
                     f"stage_layers is {listed!r}, but it lists how many layers each stage has: [7, 8, 7]."
                 )
             object.__setattr__(self, "stage_layers", tuple(listed))
-        for name in ("tune_matmuls", "async_save"):
+        for name in ("tune_matmuls", "allow_untested", "async_save"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}, but it is a switch: write true or false.")
@@ -185,8 +188,8 @@ class AxonnConfig(Settings):
 
         Args:
             section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype,
-                residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, experts, context_attention, async_save,
-                save_failure, schedule, stages_per_rank, stage_layers, order.
+                residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, experts, context_attention,
+                allow_untested, async_save, save_failure, schedule, stages_per_rank, stage_layers, order.
             num_processes: number of processes on all machines together, which the grid must have; None: not checked.
         Raises:
             ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.

@@ -83,6 +83,7 @@ class ShardingPlan:
         blocks: the attention and MLP blocks.
         full_sequence: names of modules in the layers that get the full sequence, with the reason.
         per_token: names of arguments of the layers that have values for each token, as hidden states have.
+        untested: whether it is of a type that has not been compared with one process.
         reason: why the model is sharded Linear by Linear; None where it is not.
         begins, ends: whether the first and the last of `layers` are those of the model; not so on some stages of a
             pipeline.
@@ -94,6 +95,7 @@ class ShardingPlan:
     blocks: list[BlockPlan] = field(default_factory=list)
     full_sequence: dict[str, str] = field(default_factory=dict)
     per_token: tuple[str, ...] = ()
+    untested: bool = False
     reason: str | None = None
     begins: bool = True
     ends: bool = True
@@ -121,6 +123,7 @@ class ShardingPlan:
         if self.reason:
             return self.reason
         text = f"{len(self.layers)} decoder layers sharded as {len(self.blocks)} blocks"
+        text += " by rules that are untested for this type" if self.untested else ""
         return f"{text}, {len(self.full_sequence)} modules on full sequences" if self.full_sequence else text
 
 
@@ -130,19 +133,22 @@ def is_inside(name: str, others) -> bool:
     return any(".".join(parts[:length]) in others for length in range(1, len(parts) + 1))
 
 
-def plan_for(model: nn.Module, *, divided_rows: bool = False) -> ShardingPlan:
+def plan_for(model: nn.Module, *, divided_rows: bool = False, allow_untested: bool = False) -> ShardingPlan:
     """Return the plan of a model (without PEFT's outer wrapper).
 
     Args:
         divided_rows: whether positions of rows are divided; then attention that chooses its keys gets full sequences.
+        allow_untested: whether a type that has not been compared with one process may have a plan.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type not in CHECKED:
+    if model_type not in CHECKED and not (allow_untested and model_type):
         what = f"{model_type} models" if model_type else type(model).__name__
         return ShardingPlan(
             reason=f"no block plan for {what}: every Linear on its own, activations full on every (x, y)"
         )
-    return derive(model, model_type, divided_rows=divided_rows)
+    plan = derive(model, model_type, divided_rows=divided_rows)
+    plan.untested = model_type not in CHECKED and plan.reason is None
+    return plan
 
 
 def derive(model: nn.Module, model_type: str, *, divided_rows: bool = False) -> ShardingPlan:

@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-
 from hf_axonn.architectures.expert_choice import ExpertChoice, choose_experts
 from hf_axonn.architectures.feature_layout import LayoutChoice, choose_layout
 from hf_axonn.architectures.plan import ShardingPlan, plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
 from hf_axonn.compat.dtensor_numbers import meet_plain_tensors, total_norm_by
+from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.torch import backend_of, default_device_type, quiet_redistribution, read_whole_values
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import AxonnConfig
-from hf_axonn.distributed.collectives import broadcast_all
+from hf_axonn.distributed.collectives import broadcast_all, world_rank
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, model_facts, versions
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
@@ -57,6 +57,9 @@ from hf_axonn.parallel.pipeline.stages import divide
 from hf_axonn.parallel.sharded_model import ShardedModel
 from hf_axonn.topology.experts import DISPATCH
 from hf_axonn.topology.grid import Grid
+
+
+logger = get_logger(__name__)
 
 
 def parallelize(
@@ -134,7 +137,13 @@ def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutCh
             residual_dtype of a model whose layers are not known.
     """
     with without_wrappers(model):  # adapters follow what is done to the model that they adapt
-        plan = plan_for(model, divided_rows=config.grid.context > 1)
+        plan = plan_for(model, divided_rows=config.grid.context > 1, allow_untested=config.allow_untested)
+    if plan.untested and world_rank() == 0:
+        logger.warning(
+            f"nobody has compared {type(model).__name__} on a grid with one process: with allow_untested it is sharded "
+            "by general rules all the same. Compare it, small, before you train: hf-axonn certify --config FILE "
+            "--model DIR, with this launch file."
+        )
     check_plan(model, plan)
     with without_wrappers(model):
         rows = choose_rows(model, plan, config)
