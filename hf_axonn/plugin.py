@@ -61,8 +61,8 @@ class AxonnPlugin(ParallelismConfig):
         grid: sizes of the axes; None takes the grid and all settings of the launch file (the environment variable
             AXONN_CONFIG). Under a launch file it must be that of the file.
         overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, experts,
-            context_attention, allow_untested, async_save, save_failure, schedule, stages_per_rank, stage_layers: those of
-            `config.Settings`.
+            context_attention, allow_untested, async_save, save_failure, schedule, stages_per_rank, stage_layers: those
+            of `config.Settings`.
     Raises:
         ValueError: no grid is given and none was launched, or the launch file has another grid or another value of a
             setting (`AxonnConfig.with_launch`), or there are settings without a grid, or a library has a release that

@@ -1,4 +1,4 @@
-"""`allow_untested`: a type that is in no table is sharded by the general rules, or left whole where they do not hold."""
+"""`allow_untested`: a type that is in no table is sharded by general rules, or left whole where they do not hold."""
 
 from __future__ import annotations
 
