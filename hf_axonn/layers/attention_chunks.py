@@ -72,17 +72,29 @@ class CausalMask:
     """Rows that sdpa needs no mask for: queries see all keys up to their own position.
 
     Transformers' function asks sdpa for a mask that begins with the first key. Here the last query sees the last key.
+
+    Attributes:
+        kernel: whether torch has a kernel for this on the device of the queries; else masks are made.
     """
 
     window = None
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self.kernel = query.is_cuda and _has_causal_kernel(query, key, value)
+        self._device = query.device
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
         """Return those up to the last query."""
         return 0, stop
 
     def between(self, start: int, stop: int, first: int, last: int, *, keep: bool = False) -> Any:
-        """Return torch's description of such a mask, which its kernels on GPUs take as it is; None for one query."""
-        return causal_lower_right(stop - start, last - first) if stop - start > 1 else None
+        """Return torch's description of the mask for a kernel, or the mask; None for one query, which sees all."""
+        queries, keys = stop - start, last - first
+        if queries == 1:
+            return None
+        if self.kernel:
+            return causal_lower_right(queries, keys)
+        return torch.ones(queries, keys, dtype=torch.bool, device=self._device).tril(keys - queries)
 
 
 def attend_causally(
@@ -189,7 +201,7 @@ def bytes_of_pair(implementation: str, query: Tensor, key: Tensor, value: Tensor
         return scores
     if implementation != "sdpa":
         return 0  # blocks in the kernel
-    if isinstance(mask, CausalMask) and _has_causal_kernel(query, key, value):
+    if isinstance(mask, CausalMask) and mask.kernel:
         return 0
     if not query.is_cuda and query.shape[-1] != value.shape[-1]:  # then it has no kernel on CPUs
         return scores
@@ -197,8 +209,6 @@ def bytes_of_pair(implementation: str, query: Tensor, key: Tensor, value: Tensor
 
 
 def _has_causal_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch has a kernel on this device for `CausalMask`."""
-    if not query.is_cuda:
-        return False
+    """Return whether torch has a kernel for `CausalMask` on a GPU, which shares kv heads where these are fewer."""
     params = cuda.SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
     return cuda.can_use_flash_attention(params) or cuda.can_use_efficient_attention(params)
