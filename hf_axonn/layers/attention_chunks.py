@@ -33,7 +33,7 @@ Call = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # (query, key, value, ma
 
 
 class Mask(Protocol):
-    """Which keys the queries of a range see.
+    """A description of the keys that the queries of a range see.
 
     Attributes:
         window: how many positions a query sees at most, itself included; None: it is not known that there is a limit.
@@ -158,13 +158,13 @@ def attend(
     count = query.shape[2]
     size = _chunk_size(mask, start, count, pair_bytes)
     if size == count:
-        return _attend_to(call, mask, start, True, query, *_seen(mask, start, count, base, key, value))
+        return _attend_to(call, mask, start, True, query, *_cut_keys(mask, start, count, base, key, value))
     outputs = []
     for offset in range(0, count, size):
         chunk = query[:, :, offset : offset + size]
         here = start + offset
         run = functools.partial(_attend_to, call, mask, here, False)
-        seen = _seen(mask, here, chunk.shape[2], base, key, value)
+        seen = _cut_keys(mask, here, chunk.shape[2], base, key, value)
         outputs.append(checkpoint(run, chunk, *seen, use_reentrant=False, preserve_rng_state=random))
     return torch.cat(outputs, dim=1)
 
@@ -174,7 +174,7 @@ def _attend_to(call: Call, mask: Mask, start: int, keep: bool, query: Tensor, ke
     return call(query, key, value, mask.between(start, stop, *mask.keys(start, stop), keep=keep))
 
 
-def _seen(mask: Mask, start: int, count: int, base: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _cut_keys(mask: Mask, start: int, count: int, base: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     first, last = mask.keys(start, start + count)
     own = slice(first - base, last - base)
     return key[:, :, own], value[:, :, own]

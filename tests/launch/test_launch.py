@@ -173,8 +173,8 @@ WRONG = {
     "unknown key": (
         "grid: {x: 2}\n  overlp: {}",
         "unknown key 'overlp'; it may hold grid, overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, "
-        "tune_matmuls, layout, experts, context_attention, async_save, save_failure, schedule, stages_per_rank, "
-        "stage_layers, order: did you",
+        "tune_matmuls, layout, experts, context_attention, allow_untested, async_save, save_failure, schedule, "
+        "stages_per_rank, stage_layers, order: did you",
     ),
     "product": ("grid: {x: 4}", "= 4, but 2 process(es) are to run: start 4 processes (num_processes: 4), or choose"),
     "fraction": ("grid: {x: 2.5}", "grid axis x is 2.5, but the size of an axis is a whole number"),
