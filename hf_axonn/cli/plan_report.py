@@ -140,7 +140,7 @@ def _answer(found: GridRanking, costs: dict[str, Any]) -> list[str]:
 
 
 def _positions(best: Prediction) -> str:
-    """How context divides a sequence, or nothing."""
+    """Return how context divides a sequence, or nothing."""
     if best.grid.context == 1:
         return ""
     keys = gathers_keys(best.job.shape, best.grid, best.job.context_attention)

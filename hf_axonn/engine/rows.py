@@ -132,9 +132,13 @@ class Rows:
         sizes = [reach if rank in sent else 0 for rank in range(self.parts)]
         rows = torch.cat([sent[rank] for rank in sorted(sent)])
         arrived = exchange_rows(rows, sizes, sizes, self.mesh.group("context")).split(reach)
-        before = dict(zip(sorted(sent), arrived, strict=True)) | ({last + 1: ends[0]} if index == last else {})
-        found = [torch.cat([before[index + 1].movedim(0, 1), second], dim=1)]
-        return [torch.cat([before[index - 1].movedim(0, 1), first], dim=1) if index else first, *found]
+        before = dict(zip(sorted(sent), arrived, strict=True))
+        if index == last:  # its two stripes follow one another
+            before[last + 1] = ends[0]
+        return [
+            torch.cat([before[rank].movedim(0, 1), own], dim=1) if rank in before else own
+            for rank, own in ((index - 1, first), (index + 1, second))
+        ]
 
     def sum(self, own: Tensor) -> Tensor:
         """Sum of what each rank has computed of its own positions. All-reduce over context; backward: times

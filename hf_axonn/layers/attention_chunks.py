@@ -33,7 +33,7 @@ Call = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # (query, key, value, ma
 
 
 class Mask(Protocol):
-    """Which keys the queries of a range see.
+    """A description of the keys that the queries of a range see.
 
     Attributes:
         window: how many positions a query sees at most, itself included; None: it is not known that there is a limit.
@@ -72,17 +72,29 @@ class CausalMask:
     """Rows that sdpa needs no mask for: queries see all keys up to their own position.
 
     Transformers' function asks sdpa for a mask that begins with the first key. Here the last query sees the last key.
+
+    Attributes:
+        kernel: whether torch has a kernel for this on the device of the queries; else masks are made.
     """
 
     window = None
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self.kernel = query.is_cuda and _has_causal_kernel(query, key, value)
+        self._device = query.device
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
         """Return those up to the last query."""
         return 0, stop
 
     def between(self, start: int, stop: int, first: int, last: int, *, keep: bool = False) -> Any:
-        """Return torch's description of such a mask, which its kernels on GPUs take as it is; None for one query."""
-        return causal_lower_right(stop - start, last - first) if stop - start > 1 else None
+        """Return torch's description of the mask for a kernel, or the mask; None for one query, which sees all."""
+        queries, keys = stop - start, last - first
+        if queries == 1:
+            return None
+        if self.kernel:
+            return causal_lower_right(queries, keys)
+        return torch.ones(queries, keys, dtype=torch.bool, device=self._device).tril(keys - queries)
 
 
 def attend_causally(
@@ -146,13 +158,13 @@ def attend(
     count = query.shape[2]
     size = _chunk_size(mask, start, count, pair_bytes)
     if size == count:
-        return _attend_to(call, mask, start, True, query, *_seen(mask, start, count, base, key, value))
+        return _attend_to(call, mask, start, True, query, *_cut_keys(mask, start, count, base, key, value))
     outputs = []
     for offset in range(0, count, size):
         chunk = query[:, :, offset : offset + size]
         here = start + offset
         run = functools.partial(_attend_to, call, mask, here, False)
-        seen = _seen(mask, here, chunk.shape[2], base, key, value)
+        seen = _cut_keys(mask, here, chunk.shape[2], base, key, value)
         outputs.append(checkpoint(run, chunk, *seen, use_reentrant=False, preserve_rng_state=random))
     return torch.cat(outputs, dim=1)
 
@@ -162,7 +174,7 @@ def _attend_to(call: Call, mask: Mask, start: int, keep: bool, query: Tensor, ke
     return call(query, key, value, mask.between(start, stop, *mask.keys(start, stop), keep=keep))
 
 
-def _seen(mask: Mask, start: int, count: int, base: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _cut_keys(mask: Mask, start: int, count: int, base: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     first, last = mask.keys(start, start + count)
     own = slice(first - base, last - base)
     return key[:, :, own], value[:, :, own]
@@ -189,7 +201,7 @@ def bytes_of_pair(implementation: str, query: Tensor, key: Tensor, value: Tensor
         return scores
     if implementation != "sdpa":
         return 0  # blocks in the kernel
-    if isinstance(mask, CausalMask) and _has_causal_kernel(query, key, value):
+    if isinstance(mask, CausalMask) and mask.kernel:
         return 0
     if not query.is_cuda and query.shape[-1] != value.shape[-1]:  # then it has no kernel on CPUs
         return scores
@@ -197,8 +209,6 @@ def bytes_of_pair(implementation: str, query: Tensor, key: Tensor, value: Tensor
 
 
 def _has_causal_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch has a kernel on this device for `CausalMask`."""
-    if not query.is_cuda:
-        return False
+    """Return whether torch has a kernel for `CausalMask` on a GPU, which shares kv heads where these are fewer."""
     params = cuda.SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
     return cuda.can_use_flash_attention(params) or cuda.can_use_efficient_attention(params)

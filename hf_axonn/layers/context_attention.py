@@ -133,7 +133,7 @@ def _attend_with_keys(
     mask: Any,
     options: dict[str, Any],
 ) -> Tensor:
-    masks = _mask_of(rows, module, mask, options)
+    masks = _mask_of(rows, module, (query, key, value), mask, options)
     if isinstance(masks, CausalMask) and is_stock_sdpa(function, options):
         call: Call = functools.partial(attend_causally, options.get("dropout") or 0.0, options.get("scaling"))
     else:
@@ -154,8 +154,11 @@ def _attend_with_keys(
     return _fill(torch.cat(outputs, dim=1), rows.own_length)
 
 
-def _mask_of(rows: Rows, module: nn.Module, mask: Any, options: dict[str, Any]) -> Mask:
-    """Return which keys queries see, as it follows from what an attention function is called with for whole rows."""
+def _mask_of(
+    rows: Rows, module: nn.Module, tensors: tuple[Tensor, Tensor, Tensor], mask: Any, options: dict[str, Any]
+) -> Mask:
+    """Return which keys queries see, as it follows from what an attention function is called with for whole rows;
+    `tensors`: own queries, keys and values."""
     if isinstance(mask, LateMask):
         return mask
     implementation = _implementation(module)
@@ -170,7 +173,7 @@ def _mask_of(rows: Rows, module: nn.Module, mask: Any, options: dict[str, Any]) 
     if mask is None and implementation in ("eager", "sdpa", "flex_attention"):
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        return CausalMask() if causal and implementation == "sdpa" else GivenMask(None, rows.length)
+        return CausalMask(*tensors) if causal and implementation == "sdpa" else GivenMask(None, rows.length)
     if isinstance(mask, Tensor) and mask.dim() == 4:
         return GivenMask(mask, rows.length)
     raise ValueError(

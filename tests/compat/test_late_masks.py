@@ -6,12 +6,14 @@ import itertools
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import LlamaConfig, masking_utils
 
 from hf_axonn.compat.late_masks import LateMask, make_late
 
 
 LENGTH, WINDOW = 13, 5
+UNCOMPILED = {"_compile": False}
 RANGES = ((0, 13), (0, 4), (4, 9), (9, 13), (12, 13))
 FUNCTIONS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
@@ -85,3 +87,19 @@ def test_code_that_uses_a_mask_gets_the_whole_one():
     assert all(torch.equal(use(late), use(whole)) for use in uses)
     assert late.whole() is late.whole(), "it is made once"
     assert late in {late} and not any(late is other for other, _ in itertools.product([whole], uses))
+
+
+@pytest.mark.parametrize("kind", ["alone", "padded", "packed"])
+def test_a_block_mask_of_a_range_sees_what_the_whole_mask_sees(monkeypatch, kind):
+    monkeypatch.setattr(masking_utils, "create_block_mask", lambda **given: create_block_mask(**given | UNCOMPILED))
+    for name in FUNCTIONS[:2]:
+        function = getattr(masking_utils, name)
+        whole = function(**arguments("eager", kind)) == 0
+        late = make_late(function, arguments("flex_attention", kind))
+        for start, stop in RANGES:
+            first, last = late.keys(start, stop)
+            mask = late.between(start, stop, first, last)
+            assert mask.shape[-2:] == (stop - start, last - first)
+            row, query, key = (torch.arange(size) for size in (2, stop - start, last - first))
+            seen = mask.mask_mod(row[:, None, None], torch.tensor(0), query[:, None], key)
+            assert torch.equal(seen.expand(2, -1, -1), whole[:, 0, start:stop, first:last]), (name, start)

@@ -57,7 +57,7 @@ def outcome(output, inputs):
 def test_chunks_equal_one_piece_and_are_small(monkeypatch, implementation, kind, start):
     module, inputs = module_of(implementation), tensors()
     if implementation == "sdpa" and kind == "causal":
-        mask, call = CausalMask(), functools.partial(attend_causally, 0.0, SIZE**-0.5)
+        mask, call = CausalMask(*inputs), functools.partial(attend_causally, 0.0, SIZE**-0.5)
     else:
         mask = late_mask(implementation, kind)
         function = functools.partial(FUNCTIONS[implementation], module)
