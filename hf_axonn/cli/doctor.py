@@ -20,6 +20,7 @@ from hf_axonn.compat.versions import NEEDED, OPTIONAL, bounds, check_versions, o
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import read_launch_file, write_temporary
 from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
+from hf_axonn.planner.experts import place_experts
 from hf_axonn.planner.from_settings import DTYPE_BYTES, SEQUENCE, too_long
 from hf_axonn.planner.machine import known_machines, load_machine
 from hf_axonn.planner.memory import RESERVE, Memory, memory
@@ -334,7 +335,7 @@ def _examine_memory(
     total: float = states
     text = f"memory of rank 0: {_size(states)} parameters, gradients and AdamW's moments"
     try:
-        shape = shape_of(config)
+        shape = place_experts(shape_of(config), launch.config.grid, launch.config.experts)
     except ValueError as problem:
         findings.facts.append(f"{text}; the rest of a step is not known: {problem}")
     else:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_axonn.planner import confidence, settings
+from hf_axonn.planner.experts import expected_rows, why_gathered
 from hf_axonn.planner.from_settings import too_long
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE
@@ -133,6 +134,7 @@ def _answer(found: GridRanking, costs: dict[str, Any]) -> list[str]:
         f"  {best.total - lost - waits - best.seconds['bubble']:.3g} s compute, {_part(lost, best)} s lost to "
         f"communication beside it, {_part(waits, best)} s waiting for communication"
         + (f", {_part(best.seconds['bubble'], best)} s for other stages" if best.pipelined else ""),
+        *_experts(best),
         *_stages(best),
         f"  {_cost_line(costs)}",
     ]
@@ -146,6 +148,25 @@ def _positions(best: Prediction) -> str:
     keys = gathers_keys(best.job.shape, best.grid, best.job.context_attention)
     way = "on gathered keys and values" if keys else "by heads"
     return f", {best.job.positions(best.grid):,} positions of each on a rank, attention {way}"
+
+
+def _experts(best: Prediction) -> list[str]:
+    """A line on how tokens and experts meet on the first grid, for a mixture of experts."""
+    shape, grid = best.job.shape, best.grid
+    if not shape.experts:
+        return []
+    if why := why_gathered(shape, grid):
+        return [f"  experts gather, their weights over z and tokens over x and y: {why}"]
+    ranks, other = grid.z * grid.x * grid.y, "gather" if best.experts == "move" else "move"
+    sent, most = float(expected_rows(shape.experts[0], grid, 0).sent), min(shape.experts[0].chosen, ranks)
+    beside = predict(replace(best.job, experts=other, micro_batches=None), grid, order=best.order)
+    takes = f"{other}: {beside.total:.3g} s" if beside.fits else f"{other} does not fit"
+    ways = {
+        "gather": "their weights over z and tokens over x and y",
+        "move": f"each whole on one of {ranks} ranks; a token travels to {sent:.1f} others in the mean where routers "
+        f"choose all experts alike, and to {most} at most",
+    }
+    return [f"  experts {best.experts}, {ways[best.experts]} ({takes})"]
 
 
 def _stages(best: Prediction) -> list[str]:
@@ -298,6 +319,8 @@ def section_lines(best: Prediction) -> list[str]:
     text = ["axonn_config:", f"  grid: {inline(best.grid)}"]
     if best.order != ORDER:
         text.append(f"  order: [{', '.join(trim_order(best.order, best.grid))}]")
+    if best.experts:
+        text.append(f"  experts: {best.experts}")
     if job.keep_gathered != "recomputed":
         text.append(f"  keep_gathered: {job.keep_gathered}")
     text += [f"  {name}: bfloat16" for name in settings.ROUNDING if chosen[name] == "bf16"]

@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Self
 
+from hf_axonn.planner.experts import place_experts
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import Memory, memory
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.stages import ModelStages, divide_model, memory_of_ranks
 from hf_axonn.planner.step import Step, StepSettings
 from hf_axonn.planner.time.compute import Compute
@@ -48,20 +50,25 @@ class Candidate:
         return Step(**shared, rows=rows, micro_batches=self.micro_batches, counted=True)
 
     @cached_property
+    def shape(self) -> ModelShape:
+        """The model as it is sharded on the grid."""
+        return place_experts(self.job.shape, self.grid, self.job.experts)
+
+    @cached_property
     def layout(self) -> str:
         """The layout of the residual stream that the engine takes."""
-        return self.job.shape.layout(self.grid)
+        return self.shape.layout(self.grid)
 
     @cached_property
     def stages(self) -> ModelStages:
         """The stages of the model, on a grid with a pipeline."""
-        return divide_model(self.job.shape, self.grid.pipe, self.job.pipeline_schedule[1], self.job.seq)
+        return divide_model(self.shape, self.grid.pipe, self.job.pipeline_schedule[1], self.job.seq)
 
     @cached_property
     def needs(self) -> tuple[Memory, ...]:
         """Memory of rank 0, or of the ranks of a pipeline that may need most."""
         if self.grid.pipe == 1:
-            return (memory(self.job.shape, self.grid, self.step, layout=self.layout),)
+            return (memory(self.shape, self.grid, self.step, layout=self.layout),)
         return memory_of_ranks(self.stages, self.job.pipeline_schedule, self.grid, self.step, self.layout)
 
     @property
@@ -92,9 +99,9 @@ class Candidate:
     def compute(self) -> Compute:
         """Seconds that a rank computes; with a pipeline, as if it had all layers."""
         job = self.job
-        return Compute(job.shape, job.machine, self.grid, self.step, attention=job.attention)
+        return Compute(self.shape, job.machine, self.grid, self.step, attention=job.attention)
 
     @cached_property
     def traffic(self) -> Traffic:
         """Payloads of what travels; with a pipeline, as if a rank had all layers."""
-        return step_traffic(self.job.shape, self.grid, self.step, self.layout)
+        return step_traffic(self.shape, self.grid, self.step, self.layout)

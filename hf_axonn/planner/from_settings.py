@@ -178,7 +178,7 @@ def resolve_auto(
             num_processes,
             order=check_order(section["order"]) if "order" in section else None,
             # What the launch file does not say may be chosen; checkpointing is the script's.
-            free=() if "keep_gathered" in section else ("keep_gathered",),
+            free=[name for name in ("keep_gathered", "experts") if name not in section],
             pipes=axis_sizes(settings.get("pipe", 1), "pipe"),
             contexts=axis_sizes(settings.get("context", "any"), "context"),
         )
@@ -243,6 +243,7 @@ def _job_of_plan(
         residual_bytes=DTYPE_BYTES.get(str(section.get("residual_dtype", "model"))),
         checkpointing=settings.get("checkpointing", True),
         keep_gathered=section.get("keep_gathered", "recomputed"),
+        experts=section.get("experts", "auto"),
         pipeline=section.get("schedule"),
         stages_per_rank=section.get("stages_per_rank"),
     )
@@ -256,6 +257,8 @@ def _write_best(section: Mapping[str, Any], job: Job, best: Prediction) -> dict[
         resolved["order"] = trim_order(best.order, best.grid)
     if best.job.keep_gathered != job.keep_gathered:
         resolved["keep_gathered"] = best.job.keep_gathered
+    if best.experts:
+        resolved["experts"] = best.experts
     if best.pipelined:
         resolved["schedule"], resolved["stages_per_rank"] = best.job.pipeline_schedule
         resolved["stage_layers"] = [len(layers) for layers in best.pipelined.stages.layers]
@@ -266,6 +269,7 @@ def _explain(resolved: Mapping[str, Any], batch: Batch, ranking: GridRanking) ->
     """Sentences on the best grid, the batch and the grid that comes second."""
     best = ranking.best
     kept = f", keep_gathered {best.job.keep_gathered}" if "keep_gathered" in resolved else ""
+    kept += f", experts {best.experts}" if best.experts else ""
     order = (
         "" if best.order == ORDER else f" with its axes in the order {', '.join(trim_order(best.order, best.grid))}"
     )

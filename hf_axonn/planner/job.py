@@ -8,6 +8,7 @@ from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.step import BASES, StepSettings
 from hf_axonn.planner.time.pipeline import PIPELINES
+from hf_axonn.topology.experts import EXPERTS
 
 
 MOST_TOKENS = 10**10  # of a batch; more is a slip, and its divisors take long to find
@@ -49,6 +50,8 @@ class Job(StepSettings):
             raise ValueError(f"a batch of {self.tokens} tokens cannot be planned: at most {MOST_TOKENS} can.")
         if self.micro_batches is not None and self.micro_batches < 1:
             raise ValueError(f"micro_batches is {self.micro_batches}, but a step has at least 1.")
+        if self.experts not in EXPERTS:
+            raise ValueError(f"experts is {self.experts!r}, but it is one of {', '.join(EXPERTS)}.")
         if self.base not in BASES:
             raise ValueError(f"base is {self.base!r}, but it is one of {', '.join(BASES)}.")
         if self.base != "full" and not self.lora:

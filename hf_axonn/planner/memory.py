@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from hf_axonn.planner.experts import expected_rows
 from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
@@ -40,7 +41,7 @@ from hf_axonn.planner.shapes import (
     shard_shape,
 )
 from hf_axonn.planner.step import Step
-from hf_axonn.planner.traffic.volumes import BUCKET_BYTES, CHUNK_LOGITS
+from hf_axonn.planner.traffic.volumes import BUCKET_BYTES, CHUNK_LOGITS, INDEX_BYTES
 from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
 
@@ -181,7 +182,7 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
 
 
 def _groups(layer: LayerShape, grid: Grid) -> list[tuple[LayerPart, int]]:
-    """The part, and the elements of a rank's gathered weights, of each group that is gathered together."""
+    """The part, and the elements of the weights that a rank works with, of each group that is used together."""
     return [
         (part, _gathered_elements(part, kind, linears, grid))
         for part in layer.parts
@@ -190,9 +191,9 @@ def _groups(layer: LayerShape, grid: Grid) -> list[tuple[LayerPart, int]]:
 
 
 def _gathered_elements(part: LayerPart, kind: WeightKind, linears: Iterable[LinearShape], grid: Grid) -> int:
-    if isinstance(part, ExpertsShape):  # z shards the other dim
-        each = sum(linear.rows * ceil_div(linear.cols, grid.z) * grid.z for linear in linears)
-        return own_experts(part.number, grid, ORIGIN) * each
+    if isinstance(part, ExpertsShape):  # z shards the other dim, or experts
+        z = 1 if part.moves else grid.z
+        return own_experts(part, grid, ORIGIN) * sum(linear.rows * ceil_div(linear.cols, z) * z for linear in linears)
     shapes = [shard_shape(kind, linear, grid, ORIGIN) for linear in linears]
     return sum(ceil_div(rows, grid.z) * grid.z * cols for rows, cols in shapes)
 
@@ -202,7 +203,8 @@ def kept_bytes(shape: ModelShape, grid: Grid, step: Step) -> int:
     kept, total = step.kept_layers, 0
     for layer, count in reversed(shape.runs) if kept and grid.z > 1 else ():
         held = min(max(kept, 0), count)
-        total += held * sum(elements for _, elements in _groups(layer, grid)) * step.compute_bytes
+        groups = _groups(layer, grid)
+        total += held * (sum(elements for _, elements in groups) - _staying(groups)) * step.compute_bytes
         kept -= held
     return total
 
@@ -212,7 +214,7 @@ def _gathered_bytes(shape: ModelShape, grid: Grid, step: Step, gloo: bool) -> in
     most = layers = 0
     for layer, _ in shape.kinds:
         groups = _groups(layer, grid)
-        sizes = [elements for _, elements in groups]
+        sizes, staying = [elements for _, elements in groups], _staying(groups)
         if grid.z == 1:
             # Nothing is gathered, but the product uses a copy in the compute dtype, and so does its gradient.
             most = max(most, max(sizes) * (step.compute_bytes + gradient))
@@ -221,19 +223,25 @@ def _gathered_bytes(shape: ModelShape, grid: Grid, step: Step, gloo: bool) -> in
             # Bytes of two layers, and what is made of them: of one layer if it is kept until its backward is over.
             linears = [elements for part, elements in groups if not isinstance(part, ExpertsShape)]
             made = sum(linears) if step.checkpointing and step.keeps_recomputed else max(linears, default=0)
-            experts = sum(sizes) - sum(linears)
-            arriving = 2 * experts * step.compute_bytes + 2 * step.gather_bytes(sum(linears))
+            experts = 2 * (sum(sizes) - sum(linears)) - staying
+            arriving = experts * step.compute_bytes + 2 * step.gather_bytes(sum(linears))
             layers = max(layers, arriving + made * step.compute_bytes)
             continue
-        layers = max(layers, 2 * sum(sizes) * step.compute_bytes)
+        # Experts that stay have a copy in the compute dtype while they work.
+        layers = max(layers, (2 * sum(sizes) - staying) * step.compute_bytes)
         held = [elements * gradient for elements in sizes]
         for index, (part, elements) in enumerate(groups):
-            if gloo and isinstance(part, ExpertsShape):
+            if gloo and isinstance(part, ExpertsShape) and not part.moves:
                 # It receives the gradient of all experts of one weight while those of the others are there.
                 weights = [weight.rows * weight.cols for weight in part.weights]
                 held[index] += elements * max(weights) // sum(weights) * gradient
         most = max(most, *(first + second for first, second in zip(held, [*held[1:], held[0]], strict=True)))
     return layers + most
+
+
+def _staying(groups: list[tuple[LayerPart, int]]) -> int:
+    """Elements of experts that are not gathered over z, because tokens travel to them."""
+    return sum([elements for part, elements in groups if isinstance(part, ExpertsShape) and part.moves])
 
 
 def _activations(shape: ModelShape, grid: Grid, step: Step, layout: str, gloo: bool) -> tuple[float, float, float]:
@@ -247,8 +255,30 @@ def _activations(shape: ModelShape, grid: Grid, step: Step, layout: str, gloo: b
     # Gradients of an input before they are reduced. Other gradients take the place of what is saved and used up.
     at_work = max((_at_work(shape, part, grid, step) for layer in saved for part in layer.parts), default=0.0)
     if step.checkpointing:
-        return shape.depth * own * step.stream_bytes + last, max(saved.values()), at_work
+        routes = sum(
+            count * _routes(part, grid, step)
+            for layer, count in (shape.kinds if shape.experts else ())
+            for part in layer.parts
+            if isinstance(part, ExpertsShape)
+        )
+        return shape.depth * own * step.stream_bytes + routes + last, max(saved.values()), at_work
     return sum(count * saved[layer] for layer, count in shape.kinds) + last, 0.0, at_work
+
+
+def _rows(experts: ExpertsShape, grid: Grid, step: Step) -> tuple[float, float]:
+    """Rows of hidden states that rank 0 sends to experts, and receives for its own, those that stay included."""
+    tokens, ranks = step.padded_tokens(grid) / (grid.x * grid.y), grid.z * grid.x * grid.y
+    there, back = map(float, expected_rows(experts, grid, 0))
+    return tokens * (there + back / (ranks - 1)), tokens * back * ranks / (ranks - 1)
+
+
+def _routes(experts: ExpertsShape, grid: Grid, step: Step) -> float:
+    """Bytes of the routes of tokens, which a recomputed layer uses again: choices, and the rows of each token."""
+    if not experts.moves:
+        return 0.0
+    ranks = grid.z * grid.x * grid.y
+    numbers = step.padded_tokens(grid) / (grid.x * grid.y) * (experts.chosen + min(experts.chosen, ranks))
+    return INDEX_BYTES * (numbers + _rows(experts, grid, step)[0])
 
 
 def _saved_by_norm(shape: ModelShape, step: Step, *, own: bool = False) -> int:
@@ -353,9 +383,14 @@ def _saved_by_experts(shape: ModelShape, experts: ExpertsShape, grid: Grid, step
     inner = [
         max(rows, cols) if shape.hidden == min(rows, cols) else min(rows, cols) for rows, cols, _ in experts.weights
     ]
-    own = own_experts(experts.number, grid, ORIGIN)
+    own = own_experts(experts, grid, ORIGIN)
     foreign = pairs * (1 - own / experts.number) * shape.hidden * step.compute_bytes
-    if not gloo and not experts.sorted and step.compute_bytes == 2 and own > 1 and foreign <= FOREIGN_BYTES:
+    if (
+        not (gloo or experts.sorted or experts.moves)
+        and step.compute_bytes == 2
+        and own > 1
+        and foreign <= FOREIGN_BYTES
+    ):
         return pairs * (2 * shape.hidden + 2 * max(inner)) * step.compute_bytes
     return pairs / (grid.x * grid.y) * (3 * shape.hidden + 2 * max(inner)) * step.compute_bytes
 
@@ -369,6 +404,9 @@ def _saved_by_call(call: LinearCall, grid: Grid, step: Step) -> float:
 def _at_work(shape: ModelShape, part: LayerPart, grid: Grid, step: Step) -> float:
     """Bytes of the largest gradient of an input before it is reduced."""
     tokens, compute = step.padded_tokens(grid), step.compute_bytes
+    if isinstance(part, ExpertsShape) and part.moves:  # of rows that have arrived, and of their pairs in float32
+        received, pairs = _rows(part, grid, step)[1], tokens * part.chosen / (grid.x * grid.y)
+        return (received * compute + (received + pairs) * max(4, compute)) * shape.hidden
     if isinstance(part, ExpertsShape):
         return tokens * shape.hidden * compute if grid.x * grid.y > 1 else 0.0
     if isinstance(part, UnshardedModule):

@@ -173,7 +173,7 @@ def _pass_times(candidate: Candidate, order: tuple[str, ...]) -> PassTimes:
     inside = {"x", "y", "z"} == set(order[:3])  # then pipe and data do not change where their ranks are
     alone = replace(grid, data=1, pipe=1) if inside else grid
     step = replace(candidate.step, micro_batches=1)
-    each = _micro_batch(job.shape, job.machine, alone, step, order, overlaps, job.attention, candidate.layout)
+    each = _micro_batch(candidate.shape, job.machine, alone, step, order, overlaps, job.attention, candidate.layout)
     own = step.padded_tokens(grid) * job.shape.hidden // (grid.x * grid.y)
     hops = Links(job.machine, grid, order).hops("pipe", own * step.stream_bytes)
     parts = [_stage_time(each, part, step) for part in stages.parts]
@@ -235,7 +235,7 @@ def predict_pipeline(
 
 def _rest_of_ranks(candidate: Candidate, each: MicroBatch, links: Links) -> list[_Rest]:
     """Seconds of each rank beside its passes."""
-    shape, grid, step, stages = candidate.job.shape, candidate.grid, candidate.step, candidate.stages
+    shape, grid, step, stages = candidate.shape, candidate.grid, candidate.step, candidate.stages
     tied = 0.0
     if shape.tied:  # the first and the last rank exchange their gradients of the shared weight
         size = max(step.param_bytes, step.reduce_bytes)

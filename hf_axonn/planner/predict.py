@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 
 from hf_axonn.planner.candidate import Candidate
+from hf_axonn.planner.experts import choose_way, why_gathered
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import Memory
 from hf_axonn.planner.pipelined import (
@@ -65,6 +66,11 @@ class Prediction:
     def grid(self) -> Grid:
         """The grid."""
         return self.candidate.grid
+
+    @property
+    def experts(self) -> str:
+        """How tokens and experts meet, gather or move, where the grid allows both; else empty."""
+        return "" if why_gathered(self.job.shape, self.grid) else self.job.experts
 
     @property
     def micro_batches(self) -> int:
@@ -151,6 +157,8 @@ def refusal(job: Job, grid: Grid) -> str:
     if job.sequences % grid.dp_size:
         ranks = "data * z" if grid.context == 1 else "data * z / context"
         return f"{job.sequences} sequences are not divisible by {ranks} = {grid.dp_size}"
+    if job.experts == "move" and (why := why_gathered(job.shape, grid)):
+        return f"experts is move, but {why}"
     if grid.context > 1 and (why := why_whole_rows(job, grid)):
         return why
     if grid.x * grid.y > job.sequences // grid.dp_size * job.positions(grid):
@@ -202,6 +210,8 @@ def predict(job: Job, grid: Grid, *, order: tuple[str, ...] = ORDER) -> Predicti
     why = refusal(job, grid)
     if why:
         raise ValueError(f"grid {grid}: {why}.")
+    if job.shape.experts:
+        job = replace(job, experts=choose_way(job.shape, grid, job.experts))
     if grid.pipe > 1:
         found = fastest_pipeline([job], grid, order)
         assert found is not None, "there is no limit"

@@ -28,7 +28,7 @@ from hf_axonn.planner.candidate import Candidate
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE
 from hf_axonn.planner.predict import Prediction, fastest_pipeline, predict, predict_candidate, refusal
-from hf_axonn.planner.settings import keep_weights, variants
+from hf_axonn.planner.settings import keep_weights, on_grid, variants
 from hf_axonn.topology.axis_order import ORDER, check_order, trim_order
 from hf_axonn.topology.grid import Grid, divisors
 
@@ -142,13 +142,15 @@ def plan(
         for divided in _divisions(grid, contexts):
             if why := refusal(job, divided):
                 refused.append((divided, why))
-            elif divided.pipe > 1:
-                piped = fastest_pipeline(jobs, divided, order or ORDER, limit=FAR * least)
+                continue
+            here = on_grid(jobs, divided)
+            if divided.pipe > 1:
+                piped = fastest_pipeline(here, divided, order or ORDER, limit=FAR * least)
                 found.append(piped)
                 if piped is None or piped.fits or not _weights_fit(piped):
                     break
             else:
-                prediction, done = _fastest(jobs, divided, order or ORDER)
+                prediction, done = _fastest(here, divided, order or ORDER)
                 found.append(prediction)
                 if done:
                     break

@@ -1,6 +1,7 @@
 """Settings that a plan may choose beside the grid, and their texts.
 
     checkpointing     on, off: whether layers run again in backward
+    experts           gather, move: how tokens and the experts of a mixture meet (topology/experts.py)
     keep_gathered     recomputed, none, all or a number of layers (config.py)
     micro_batches     a number; otherwise the fewest that fit, with a pipeline the fastest of the most
     pipeline          with a pipeline its schedule (time/pipeline.py)
@@ -8,7 +9,7 @@
     reduce_dtype      fp32, bf16: of sums of gradients
     residual_dtype    model, bf16: of the residual stream
 
-The first five change nothing of what is computed, so they are chosen unless they are fixed. The dtypes round
+The first six change nothing of what is computed, so they are chosen unless they are fixed. The dtypes round
 differently, so they are chosen only where a job says that they may be.
 """
 
@@ -22,13 +23,16 @@ from difflib import get_close_matches
 from typing import Any
 
 from hf_axonn.planner.candidate import Candidate
+from hf_axonn.planner.experts import choose_way
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE
 from hf_axonn.planner.predict import Prediction, predict, predict_candidate
 from hf_axonn.planner.time.pipeline import PIPELINES
+from hf_axonn.topology.experts import EXPERTS
+from hf_axonn.topology.grid import Grid
 
 
-EXACT = ("checkpointing", "keep_gathered", "micro_batches", "pipeline", "stages_per_rank")
+EXACT = ("checkpointing", "experts", "keep_gathered", "micro_batches", "pipeline", "stages_per_rank")
 ROUNDING = ("reduce_dtype", "residual_dtype")
 GAIN = 0.01  # share that keeping gathered weights has to save, as it takes memory
 BF16 = 2
@@ -38,10 +42,19 @@ def variants(job: Job, free: Collection[str]) -> list[Job]:
     """Return the job with every choice of the free settings but those that depend on memory."""
     choices: list[list[dict[str, Any]]] = [
         [{"checkpointing": False}, {"checkpointing": True}] if "checkpointing" in free else [{}],
+        [{"experts": "auto"}, {"experts": "gather"}] if "experts" in free and job.shape.experts else [{}],
         [{}, {"reduce_bytes": BF16}] if "reduce_dtype" in free else [{}],
         [{}, {"residual_bytes": BF16}] if "residual_dtype" in free and job.param_bytes > BF16 else [{}],
     ]
     return [replace(job, **dict(ChainMap(*chosen))) for chosen in itertools.product(*choices)]
+
+
+def on_grid(jobs: Iterable[Job], grid: Grid) -> list[Job]:
+    """Return the jobs that differ on a grid, which say how tokens and experts meet there."""
+    found = list(jobs)
+    if not found[0].shape.experts:
+        return found
+    return list(dict.fromkeys(replace(job, experts=choose_way(job.shape, grid, job.experts)) for job in found))
 
 
 def keep_weights(entry: Prediction, free: Collection[str]) -> Prediction:
@@ -70,6 +83,7 @@ def as_text(job: Job) -> dict[str, str]:
     """Return the texts of a job's settings."""
     return {
         "checkpointing": "on" if job.checkpointing else "off",
+        **({} if job.experts == "auto" else {"experts": job.experts}),
         "keep_gathered": str(job.keep_gathered),
         "reduce_dtype": "bf16" if job.reduce_bytes == BF16 else "fp32",
         "residual_dtype": "bf16" if job.residual_bytes == BF16 else "model",
@@ -105,6 +119,7 @@ def parse_fixed(texts: Iterable[str]) -> dict[str, Any]:
 COUNTED = ("keep_gathered", "micro_batches", "stages_per_rank")
 VALUES: dict[str, tuple[str, dict[str, Any]]] = {
     "checkpointing": ("checkpointing", {"on": True, "off": False}),
+    "experts": ("experts", {value: value for value in EXPERTS}),
     "keep_gathered": ("keep_gathered", {value: value for value in ("recomputed", "none", "all")}),
     "micro_batches": ("micro_batches", {}),
     "pipeline": ("pipeline", {name: name for name in PIPELINES}),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from math import lcm, prod
@@ -113,6 +113,7 @@ class ExpertsShape:
         weights: [A, B] of each parameter [E, A, B].
         routing: dtype of the weights of the choices: wide (float32) or compute.
         sorted: whether they are handed all tokens, one expert after another (Llama 4).
+        moves: whether each lies whole on one rank of (z, x, y), to which tokens travel (planner/experts.py).
     """
 
     number: int
@@ -120,10 +121,16 @@ class ExpertsShape:
     weights: tuple[LinearShape, ...]
     routing: str = "wide"
     sorted: bool = False
+    moves: bool = False
+
+    @property
+    def kind(self) -> WeightKind:
+        """The kind of their weights."""
+        return WeightKind.WHOLE_EXPERTS if self.moves else WeightKind.EXPERTS
 
     def groups(self) -> list[tuple[WeightKind, tuple[LinearShape, ...]]]:
-        """(kind, weights) of the one group: they are gathered together."""
-        return [(WeightKind.EXPERTS, self.weights)]
+        """(kind, weights) of the one group: they are used together."""
+        return [(self.kind, self.weights)]
 
     def flops(self) -> int:
         """Multiplications and additions a token that its weights ask for: those of the chosen experts."""
@@ -215,6 +222,15 @@ class LayerShape:
         """Its attention and MLP blocks."""
         return tuple(part for part in self.parts if isinstance(part, BlockShape))
 
+    def with_moving_experts(self) -> LayerShape:
+        """The same layer with experts that lie whole on one rank."""
+        parts = (replace(part, moves=True) if isinstance(part, ExpertsShape) else part for part in self.parts)
+        weights = (
+            WeightShape(WeightKind.WHOLE_EXPERTS, *weight[1:]) if weight.kind == WeightKind.EXPERTS else weight
+            for weight in self.weights
+        )
+        return replace(self, parts=tuple(parts), weights=tuple(weights))
+
 
 class TableShape(NamedTuple):
     """An embedding beside that of tokens, of positions or types: its kind (vocabulary, gathered, replicated), its
@@ -288,6 +304,19 @@ class ModelShape:
     def everything(self) -> tuple[tuple[LayerShape, int], ...]:
         """`runs`, and what is outside of them."""
         return self.runs if self.outside is None else (*self.runs, (self.outside, 1))
+
+    @cached_property
+    def experts(self) -> tuple[ExpertsShape, ...]:
+        """The experts of each kind of layer."""
+        return tuple(part for layer, _ in self.kinds for part in layer.parts if isinstance(part, ExpertsShape))
+
+    @cached_property
+    def with_moving_experts(self) -> ModelShape:
+        """The same model with experts that lie whole on one rank."""
+        values = {item.name: getattr(self, item.name) for item in fields(ModelShape)}
+        values["runs"] = tuple((layer.with_moving_experts(), count) for layer, count in self.runs)
+        values["outside"] = self.outside.with_moving_experts() if self.outside is not None else None
+        return ModelShape(**values)
 
     @cached_property
     def replicated(self) -> list[int]:
@@ -384,14 +413,16 @@ def shard_shape(kind: WeightKind, linear: LinearShape, grid: Grid, here: dict[st
     return rows, cols
 
 
-def own_experts(number: int, grid: Grid, here: dict[str, int]) -> int:
-    """Experts of the rank at `here`."""
-    return _local_shape(WeightKind.EXPERTS, (number,), (grid.y, grid.x), (here["y"], here["x"]))[0]
+def own_experts(experts: ExpertsShape, grid: Grid, here: dict[str, int]) -> int:
+    """Number of experts of the rank at `here`."""
+    axes = ("y", "x", "z") if experts.moves else ("y", "x")
+    sizes, coordinates = tuple(getattr(grid, axis) for axis in axes), tuple(here[axis] for axis in axes)
+    return _local_shape(experts.kind, (experts.number,), sizes, coordinates)[0]
 
 
 def own_elements(weight: WeightShape, grid: Grid, here: dict[str, int]) -> int:
     """Elements of a parameter on the rank at `here`."""
-    experts = (weight.experts,) if weight.kind == WeightKind.EXPERTS else ()
+    experts = (weight.experts,) if weight.kind in (WeightKind.EXPERTS, WeightKind.WHOLE_EXPERTS) else ()
     sizes, coordinates = (grid.y, grid.x, grid.z), (here["y"], here["x"], here["z"])
     return prod(_local_shape(weight.kind, (*experts, weight.rows, weight.cols), sizes, coordinates))
 

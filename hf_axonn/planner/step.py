@@ -32,6 +32,7 @@ class StepSettings:
         context_attention: auto, heads or keys, as in the settings of a run.
         lora: rank of the adapters of every Linear of the layers, which alone are trained, in float32; 0: none, all of
             the model is trained.
+        experts: auto, gather or move, how tokens and the experts of a mixture meet (topology/experts.py).
         base: form of the frozen weights of the layers' Linears, one of `BASES`: 4bit as in bitsandbytes, 4bit-double
             with double quantization.
     """
@@ -46,6 +47,7 @@ class StepSettings:
     context_attention: str = "auto"
     lora: int = 0
     base: str = "full"
+    experts: str = "auto"
 
     @property
     def kept_layers(self) -> int:

@@ -41,6 +41,11 @@ CASES = {
     "x": simulate.Case(LLAMA, Grid(x=4), rows=2, seq=512, checkpointing=False),
     "mixture": simulate.Case(MIXTURE, Grid(z=4, y=2, x=2), rows=2, seq=512),
     "latent": simulate.Case(LATENT, Grid(z=4, y=2, x=2), rows=2, seq=512),
+    "mixture, move": simulate.Case(MIXTURE, Grid(data=2, z=4, x=2), rows=8, seq=512, experts="move"),
+    "mixture, move, all kept": simulate.Case(
+        MIXTURE, Grid(z=4, y=2), rows=2, seq=512, checkpointing=False, experts="move"
+    ),
+    "latent, move": simulate.Case(LATENT, Grid(z=4, y=2, x=2), rows=2, seq=512, experts="move"),
     "y": simulate.Case(LLAMA, Grid(y=4), rows=2, seq=512),
     "LoRA": simulate.Case(WIDER, Grid(z=2, x=4), rows=2, seq=1024, lora=16),
     "LoRA, all kept": simulate.Case(WIDER, Grid(data=2, y=2, x=2), rows=2, seq=1024, lora=16, checkpointing=False),

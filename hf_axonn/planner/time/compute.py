@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+from hf_axonn.planner.experts import expected_rows
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.memory import ORIGIN
 from hf_axonn.planner.shapes import (
@@ -33,6 +34,7 @@ from hf_axonn.planner.shapes import (
     UnshardedModule,
     gathers_keys,
     heads_repeat,
+    own_experts,
     shard_shape,
 )
 from hf_axonn.planner.step import Step
@@ -170,8 +172,9 @@ class Compute:
     def experts(self, experts: ExpertsShape) -> Group:
         """Seconds of the experts of this rank, if tokens spread evenly."""
         step, machine = self.step, self.machine
-        own = ceil_div(experts.number, self.grid.x * self.grid.y)
+        own = own_experts(experts, self.grid, ORIGIN)
         each = self.tokens * (1 if experts.sorted else experts.chosen / experts.number)  # tokens of an expert
+        each *= self.grid.z if experts.moves else 1
 
         def seconds(m: float, k: float, n: float) -> float:  # of a product of each expert, in one kernel for all
             rate = machine.gemm_flops * machine.gemm_fraction * share(machine, m, k, n)
@@ -186,7 +189,10 @@ class Compute:
         hidden, inner = self.shape.hidden, sum(rows * cols for rows, cols, _ in experts.weights) / self.shape.hidden
         # Tokens are picked, put in order, weighted and added up; between the products an activation function.
         moved = own * each * (10 * hidden + 2 * inner) * step.compute_bytes
-        rest = self.memory_seconds(moved, 10)
+        if experts.moves:  # rows are written before they travel, and added up afterwards
+            rows = self.tokens / (self.grid.x * self.grid.y) * float(sum(expected_rows(experts, self.grid, 0)))
+            moved += 4 * rows * hidden * step.compute_bytes
+        rest = self.memory_seconds(moved, 16 if experts.moves else 10)
         return Group(forward, input_gradient, weight_gradient, rest, 2 * rest)
 
     def router(self, layer: LayerShape) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """Traffic of a step by layers and groups of weights: the collectives of planner/traffic/volumes.py.
 
 A decoder layer has groups of weights that are gathered and multiplied together: q, k, v; o; up (and gate); down;
-the experts of a mixture are one, and so is each Linear that makes latents. Payloads as in planner/traffic/ledger.py,
+the experts of a mixture are one (of which nothing is gathered where tokens travel to them), and so is each Linear that
+makes latents. Payloads as in planner/traffic/ledger.py,
 bytes.
 """
 
@@ -158,7 +159,7 @@ def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> Lay
             gathers.append(step.gather_bytes(elements[-1]))
             payloads = {WeightKind.ROW: of_row, WeightKind.COLUMN: of_columns}
             hide("y" if kind == WeightKind.ROW else "x", payloads.get(kind, 0))
-    for key in [key for key in ledger.entries if key.axes == ("z",) and key.kind != "all_to_all"]:
+    for key in [key for key in ledger.entries if key.axes == ("z",) and key.kind in ("all_gather", "reduce_scatter")]:
         del ledger.entries[key]  # of weights
     if step.keeps_recomputed:
         once = list(range(len(elements)))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hf_axonn.planner.experts import expected_rows
 from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
@@ -31,6 +32,7 @@ from hf_axonn.planner.shapes import (
 )
 from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey
+from hf_axonn.topology.experts import DISPATCH
 from hf_axonn.topology.grid import Grid, GridPosition, ceil_div
 from hf_axonn.topology.heads import Heads, exchanged_features, is_own_slice
 from hf_axonn.topology.weight_kind import WeightKind
@@ -90,7 +92,8 @@ class StepAccount:
         self.shape, self.grid, self.step = shape, grid, step
         self.gathers_keys = gathers_keys(shape, grid, step.context_attention)
         self.by_features = layout == "feature" and grid.y > 1
-        self.here = grid.coordinates(rank)
+        self.rank, self.here = rank, grid.coordinates(rank)
+        self.ranks = grid.z * grid.x * grid.y
         self.place = GridPosition(grid, self.here)
         self.tokens = step.tokens(grid)
         self.padded = step.padded_tokens(grid)
@@ -110,6 +113,8 @@ class StepAccount:
             last = first if index == layer.ends and not self.step.lora else again
             if isinstance(part, ExpertsShape):
                 self.add_experts(again, last, part)
+                if part.moves:  # a recomputed layer routes as it did
+                    first.add("forward", "all_to_all", DISPATCH, self.ranks * (1 + part.chosen) * INDEX_BYTES)
             elif isinstance(part, UnshardedModule):
                 self.add_unsharded_module(again, last, part)
             else:
@@ -126,7 +131,7 @@ class StepAccount:
                     total.add(key.phase, key.kind, key.axes, -volume.payload, -volume.calls)
             else:
                 for part in layer.parts:
-                    if isinstance(part, ExpertsShape):
+                    if isinstance(part, ExpertsShape) and not part.moves:
                         self.add_gathers(
                             total,
                             "backward",
@@ -258,6 +263,9 @@ class StepAccount:
 
     def add_experts(self, ledger: Ledger, last: Ledger, experts: ExpertsShape) -> None:
         """Add the experts of a layer. What follows their work goes to `last`."""
+        if experts.moves:
+            self.add_moving_tokens(ledger, last, experts)
+            return
         step, parts = self.step, self.grid.x * self.grid.y
         each = self.expert_elements(experts)
         for phase in ("forward", "backward"):
@@ -267,14 +275,14 @@ class StepAccount:
         if self.shape.loose:  # all tokens are here; what comes back is summed
             self.add_pair(ledger, None, "all_reduce", ("x", "y"), self.tokens * self.shape.hidden)
             if experts.sorted:
-                most = own_experts(experts.number, self.grid, dict.fromkeys(self.here, 0))
+                most = own_experts(experts, self.grid, dict.fromkeys(self.here, 0))
                 self.add_pair(last, "all_gather", None, ("x", "y"), most * self.tokens * self.shape.hidden)
                 return
             ledger.add("backward", "all_reduce", ("x", "y"), self.tokens * experts.chosen * self.routing(experts))
             self.add_pair(last, "all_reduce", None, ("x", "y"), self.tokens * self.shape.hidden)
             return
         if experts.sorted:
-            most = own_experts(experts.number, self.grid, dict.fromkeys(self.here, 0))
+            most = own_experts(experts, self.grid, dict.fromkeys(self.here, 0))
             for into in (ledger, last):
                 self.add_pair(into, "all_to_all", "all_to_all", ("x", "y"), parts * most * own)
             return
@@ -287,6 +295,21 @@ class StepAccount:
         ledger.add("forward", "all_gather", ("x", "y"), weights)
         ledger.add("backward", "reduce_scatter", ("x", "y"), weights)
         self.add_pair(last, "reduce_scatter", "all_gather", ("x", "y"), own)
+
+    def add_moving_tokens(self, ledger: Ledger, last: Ledger, experts: ExpertsShape) -> None:
+        """Add the ways of tokens to experts that lie whole on one rank, and back (layers/token_routes.py)."""
+        own = self.padded // (self.grid.x * self.grid.y)  # tokens of this rank
+        if self.shape.loose:  # all tokens are here: each rank sends its share of them, and gathers the sums of all
+            for size in (self.shape.hidden * self.step.compute_bytes, experts.chosen * self.routing(experts)):
+                ledger.add("backward", "all_gather", ("x", "y"), own * size)
+            last.add("forward", "all_gather", ("x", "y"), own * self.shape.hidden * self.step.compute_bytes)
+        there, back = expected_rows(experts, self.grid, self.rank)
+        hidden, both = self.shape.hidden * self.step.compute_bytes, 2 * experts.chosen * self.wide
+        for size in (hidden, both):  # both: weights of the choices, and their experts in the same dtype
+            ledger.add("forward", "exchange", DISPATCH, int(own * there * size))
+            ledger.add("backward", "exchange", DISPATCH, int(own * back * size))
+        last.add("forward", "exchange", DISPATCH, int(own * back * hidden))
+        last.add("backward", "exchange", DISPATCH, int(own * there * hidden))
 
     def add_gathered_parameter(self, ledger: Ledger, rows: int, cols: int, partial: tuple[str, ...] = ()) -> None:
         """Add a parameter that is full while its module runs, in its own dtype; autograd keeps it. `partial`: the axes
@@ -307,8 +330,10 @@ class StepAccount:
         return self.step.compute_bytes if experts.routing == "compute" else self.wide
 
     def expert_elements(self, experts: ExpertsShape) -> int:
-        """Elements of one rank's shards of all experts' weights, padded over z."""
-        own = own_experts(experts.number, self.grid, self.here)
+        """Elements of one rank's shards of all experts' weights that are gathered over z, padded."""
+        if experts.moves:
+            return 0
+        own = own_experts(experts, self.grid, self.here)
         return sum(own * rows * ceil_div(cols, self.grid.z) for rows, cols, _ in experts.weights)
 
     def add_gathers(self, ledger: Ledger, phase: str, payload: int, calls: int) -> None:

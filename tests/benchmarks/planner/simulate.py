@@ -25,7 +25,9 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from unittest import mock
 
@@ -42,13 +44,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, Starcoder2Config
 
 from hf_axonn import Grid, __version__, parallelize
+from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.collectives import exchange
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.gradient_sync import syncing
+from hf_axonn.layers import moe
 from hf_axonn.layers.moe import Experts
+from hf_axonn.layers.token_routes import Routes
 from hf_axonn.planner.dense import GPT_POSITIONS, GPT_VOCAB, GPTS
+from hf_axonn.planner.experts import Rows, expected_rows, place_experts
 from hf_axonn.planner.memory import memory
 from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.step import Step
+from hf_axonn.planner.traffic import volumes as arithmetic
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.profiling.read_shape import shape_of
@@ -67,7 +75,7 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Case:
     """A model and a grid for it, with the batch of one (data, z) position. `lora`: rank of the adapters of every
-    Linear of the layers, which alone are trained then."""
+    Linear of the layers, which alone are trained then; `experts`: gather or move."""
 
     config: PreTrainedConfig
     grid: Grid
@@ -76,11 +84,25 @@ class Case:
     checkpointing: bool = True
     bf16: bool = True
     lora: int = 0
+    experts: str = "gather"
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The model as the planner reads its config."""
-        return shape_of(self.config.to_dict())
+        """The model as the planner reads its config, as it is sharded on the grid."""
+        return place_experts(shape_of(self.config.to_dict()), self.grid, self.experts)
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a rank."""
+        return self.step.padded_tokens(self.grid) // (self.grid.x * self.grid.y)
+
+    @property
+    def rows_to_each(self) -> int:
+        """Rows that a rank sends to each rank of its experts, where routers choose all alike."""
+        if not any(experts.moves for experts in self.shape.experts):
+            return 0
+        others = self.grid.z * self.grid.x * self.grid.y - 1
+        return ceil(self.own_tokens * expected_rows(self.shape.experts[0], self.grid, 0).received / others)
 
     @property
     def step(self) -> Step:
@@ -185,6 +207,31 @@ def experts_as_on_gpus():
     return mock.patch.object(Experts, "_few_foreign", few_foreign_on_gpus)
 
 
+def even_routing(case: Case) -> contextlib.AbstractContextManager:
+    """Let tokens travel to experts as if routers chose all alike: as many to each rank, rounded up."""
+    ranks = case.grid.z * case.grid.x * case.grid.y
+
+    def find_routes(choices: Tensor, owners: Tensor, group: dist.ProcessGroup) -> Routes:
+        tokens, chosen = choices.shape
+        exchange(choices.new_zeros(ranks, 1 + chosen), group)
+        return Routes(
+            choices=choices,
+            tokens=choices.new_zeros(case.rows_to_each * ranks),
+            rows=choices.new_zeros(tokens, min(chosen, ranks)),
+            sent=[case.rows_to_each] * ranks,
+            received=[case.rows_to_each] * ranks,
+            pairs=[tokens] * chosen,
+        )
+
+    return mock.patch.object(moe, "find_routes", find_routes)
+
+
+def rounded_rows(case: Case) -> contextlib.AbstractContextManager:
+    """Let the planner reckon with the rows of `even_routing`, rounded as there."""
+    others = Fraction((case.grid.z * case.grid.x * case.grid.y - 1) * case.rows_to_each, case.own_tokens)
+    return mock.patch.object(arithmetic, "expected_rows", lambda *_: Rows(others, others))
+
+
 @contextlib.contextmanager
 def world(grid: Grid, rank: int) -> Iterator[None]:
     """A world of the grid's size in which only this rank exists."""
@@ -231,9 +278,15 @@ def simulate(case: Case, rank: int = 0) -> Outcome:
             if case.lora:
                 model.enable_input_require_grads()
                 model = get_peft_model(model, LoraConfig(r=case.lora, target_modules="all-linear"))
-        model, _ = parallelize(model, case.grid)
+        model, _ = parallelize(model, case.grid, config=AxonnConfig(grid=case.grid, experts=case.experts))
         parts = case.grid.x * case.grid.y
-        with FakeTensorMode(allow_non_fake_inputs=True), NoValues(parts), values_are_read(), experts_as_on_gpus():
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            NoValues(parts),
+            values_are_read(),
+            experts_as_on_gpus(),
+            even_routing(case),
+        ):
             faked(model)
             ids = torch.zeros(case.rows, case.seq, dtype=torch.int64)
             count = torch.ones((), dtype=torch.int64)
@@ -283,7 +336,8 @@ def _step(model: nn.Module, case: Case, ids: Tensor, count: Tensor) -> Outcome:
 def compare(case: Case, outcome: Outcome, rank: int = 0) -> tuple[list[str], bool]:
     """What the planner says beside what was counted, as Markdown, and whether they agree."""
     layout = case.shape.layout(case.grid)
-    said = volumes(case.shape, case.grid, case.step, layout=layout, rank=rank)
+    with rounded_rows(case):
+        said = volumes(case.shape, case.grid, case.step, layout=layout, rank=rank)
     needed = memory(case.shape, case.grid, case.step, layout=layout)
     trained, size = needed.trained, case.step.param_bytes  # of adapters, too, that is float32
     same = outcome.ledger.entries == said.entries

@@ -1,0 +1,168 @@
+"""Tokens that travel to experts in a plan: rows, bytes, memory, and the choice between them and gathered weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import yaml
+from transformers import Qwen3MoeConfig
+
+from hf_axonn.cli.main import main
+from hf_axonn.planner.candidate import Candidate
+from hf_axonn.planner.experts import expected_rows, place_experts, why_gathered
+from hf_axonn.planner.from_settings import resolve_auto
+from hf_axonn.planner.job import Job
+from hf_axonn.planner.machine import load_machine
+from hf_axonn.planner.memory import local_parameters, memory
+from hf_axonn.planner.predict import predict
+from hf_axonn.planner.search import plan
+from hf_axonn.planner.settings import EXACT, as_text
+from hf_axonn.planner.shapes import ExpertsShape, own_experts
+from hf_axonn.planner.step import Step
+from hf_axonn.planner.traffic.volumes import volumes
+from hf_axonn.profiling.read_shape import shape_of
+from hf_axonn.topology.experts import expert_owners
+from hf_axonn.topology.grid import Grid
+
+
+SIZES = dict(vocab_size=4096, hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4)
+CONFIG = Qwen3MoeConfig(
+    **SIZES,
+    head_dim=64,
+    intermediate_size=512,
+    moe_intermediate_size=512,
+    num_experts=12,
+    num_experts_per_tok=2,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+)
+MODEL = shape_of(CONFIG.to_dict())
+DENSE = replace(MODEL, runs=tuple((replace(layer, parts=layer.parts[:1]), count) for layer, count in MODEL.runs))
+STEP = Step(rows=2, seq=512)
+
+
+@pytest.mark.parametrize(("number", "chosen"), [(6, 2), (5, 3), (4, 4), (8, 1)])
+@pytest.mark.parametrize("grid", [Grid(z=2, x=2), Grid(z=2, y=2), Grid(y=3), Grid(data=2, z=4)], ids=str)
+def test_rows_are_the_mean_over_all_sets_of_experts(number, chosen, grid):
+    experts = ExpertsShape(number=number, chosen=chosen, weights=(), moves=True)
+    owners = expert_owners(number, grid)
+    sets = [set(each) for each in itertools.combinations(range(number), chosen)]
+    reached = [Fraction(sum(bool(each & set(owned)) for each in sets), len(sets)) for owned in owners]
+    for rank in range(grid.size):
+        here = grid.place(rank).index("z", "x", "y")
+        there, back = expected_rows(experts, grid, rank)
+        assert there == sum(reached) - reached[here] <= min(chosen, len(owners))
+        assert back == (len(owners) - 1) * reached[here]
+    assert sum(reached) <= chosen and own_experts(experts, grid, grid.coordinates(0)) == max(map(len, owners))
+
+
+def test_where_tokens_travel_no_weight_of_an_expert_does():
+    """Of data and z, gradients of experts are averaged over data alone."""
+    grid = Grid(data=2, z=3, x=2)
+    gathered, moving = (volumes(place_experts(MODEL, grid, way), grid, STEP) for way in ("gather", "move"))
+    weights = MODEL.experts[0].weights
+    layers, each = MODEL.depth, sum(rows * cols for rows, cols, _ in weights)
+
+    def of_z(ledger, kind):
+        return next(iter(ledger.chosen(phase="backward", kind=kind, axes=("z",))))[1]
+
+    padded = sum(6 * rows * math.ceil(cols / 3) for rows, cols, _ in weights)  # six experts are on a position of x
+    for kind, size in (("all_gather", 2), ("reduce_scatter", 4)):
+        assert of_z(gathered, kind).payload - of_z(moving, kind).payload == layers * padded * size
+        assert of_z(gathered, kind).calls - of_z(moving, kind).calls == 2 * layers
+    averaged = [next(iter(ledger.chosen(kind="all_reduce", axes=("data",))))[1] for ledger in (gathered, moving)]
+    assert averaged[1].payload == averaged[0].payload - layers * (padded - 2 * each) * 4
+    tokens = 2 * 512 // 2
+    sent = [volume for _, volume in moving.chosen(phase="forward", kind="exchange", axes=("z", "x"))]
+    there = expected_rows(place_experts(MODEL, grid, "move").experts[0], grid, 0)
+    bytes_there, bytes_back = 1024 * 2 + 2 * 2 * 4, 1024 * 2
+    assert sum(volume.calls for volume in sent) == 3 * layers
+    assert sum(volume.payload for volume in sent) == pytest.approx(
+        layers * tokens * float(there.sent * bytes_there + there.received * bytes_back), abs=3 * layers
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_recomputed_layer_sends_its_tokens_again_and_asks_for_no_sizes(checkpointing):
+    grid = Grid(z=2, x=2)
+    ledger = volumes(place_experts(MODEL, grid, "move"), grid, replace(STEP, checkpointing=checkpointing))
+    assert ledger.calls(kind="all_to_all", axes=("z", "x")) == MODEL.depth
+    again = ledger.calls(phase="backward", kind="exchange", axes=("z", "x")) // MODEL.depth
+    assert again == (3 + 2 if checkpointing else 3), "results of the last product do not travel again"
+
+
+def test_a_rank_holds_whole_experts_the_first_one_most():
+    grid = Grid(z=5, x=2)
+    experts = sum(rows * cols for rows, cols, _ in MODEL.experts[0].weights)
+    gathered, moving = (local_parameters(place_experts(MODEL, grid, way), grid) for way in ("gather", "move"))
+    shards = sum(6 * rows * math.ceil(cols / 5) for rows, cols, _ in MODEL.experts[0].weights)
+    assert moving - gathered == MODEL.depth * (2 * experts - shards), "six experts of a position of x over five of z"
+    held = {way: memory(place_experts(MODEL, grid, way), grid, STEP) for way in ("gather", "move")}
+    assert held["move"].gathered < held["gather"].gathered and held["move"].states > held["gather"].states
+
+
+def test_where_tokens_cannot_travel_weights_are_gathered():
+    assert why_gathered(MODEL, Grid(data=4)) == "z * x * y is 1: every expert is on every rank"
+    assert "16 ranks are more than the 12 experts of a layer" in why_gathered(MODEL, Grid(z=16))
+    assert place_experts(MODEL, Grid(z=16), "auto") is MODEL
+    llama4 = replace(MODEL, runs=tuple((replace(layer, parts=sort(layer.parts)), n) for layer, n in MODEL.runs))
+    assert why_gathered(llama4, Grid(z=2)) == "its experts are handed all tokens"
+    assert why_gathered(DENSE, Grid(z=2)) == "no layer has experts"
+
+
+def sort(parts):
+    return tuple(replace(part, sorted=True) if isinstance(part, ExpertsShape) else part for part in parts)
+
+
+JOB = Job(shape=MODEL, machine=load_machine("dgx-h100"), sequences=64, seq=512)
+
+
+def test_the_search_takes_the_faster_way_on_each_grid():
+    found = plan(JOB, 8, free=EXACT)
+    assert {entry.experts for entry in found.ranked} > {""} and found.best.experts
+    for entry in found.ranked:
+        ways = ("move", "gather") if entry.experts else ("gather",)
+        each = {way: Candidate.fewest(replace(entry.job, experts=way), entry.grid) for way in ways}
+        assert entry.job.experts in each and as_text(entry.job)["experts"] == entry.job.experts
+        if entry.experts and entry.job.keep_gathered == "recomputed":
+            times = {
+                way: predict(replace(entry.job, experts=way), entry.grid, order=entry.order).total for way in each
+            }
+            assert times[entry.experts] == min(times.values())
+    assert as_text(predict(replace(JOB, shape=DENSE), Grid(z=8)).job).get("experts") is None
+
+
+def test_move_is_refused_where_it_is_not_possible():
+    with pytest.raises(
+        ValueError, match="experts is move, but z . x . y = 16 . 1 . 1 = 16 ranks are more than the 12"
+    ):
+        predict(replace(JOB, experts="move"), Grid(z=16))
+    with pytest.raises(ValueError, match="experts is 'both', but it is one of auto, gather, move"):
+        replace(JOB, experts="both")
+
+
+def test_the_command_and_the_launch_file_say_the_choice(tmp_path, capsys):
+    CONFIG.save_pretrained(tmp_path)
+    command = f"plan --model {tmp_path} --machine dgx-h100 --gpus 8 --batch-sequences 64 --seq 512".split()
+    assert main([*command, "--fix", "experts=move"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"\n  experts move, each whole on one of \d ranks; a token travels to \d.\d others in the mean", printed
+    )
+    assert yaml.safe_load(printed.partition("\naxonn_config:")[2].partition("#")[0])["experts"] == "move"
+    assert main([*command, "--fix", "experts=gather"]) == 0
+    assert "  experts gather, their weights over z and tokens over x and y (move: " in capsys.readouterr().out
+    section = {
+        "grid": "auto",
+        "plan": {"model": str(tmp_path), "machine": "dgx-h100", "batch_tokens": "32768", "seq": 512},
+    }
+    read = lambda _: MODEL  # noqa: E731
+    chosen, notes = resolve_auto(section, 8, mixed_precision="bf16", read=read)
+    assert chosen["experts"] in ("gather", "move") and f", experts {chosen['experts']}" in notes[0]
+    kept, _ = resolve_auto(section | {"experts": "gather"}, 8, mixed_precision="bf16", read=read)
+    assert kept["experts"] == "gather"
