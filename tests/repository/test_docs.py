@@ -298,7 +298,7 @@ def test_modules_that_a_command_runs_exist():
 @pytest.mark.parametrize(
     ("beginning", "file"),
     [
-        ('"stablelm mllama"', "hf_axonn/architectures/table.py"),
+        ('"stablelm mllama_text_model"', "hf_axonn/architectures/table.py"),
         ("def floating_point_ops", "hf_axonn/trainer/hooks.py"),
     ],
 )
