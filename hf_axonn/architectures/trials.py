@@ -67,7 +67,7 @@ def mixes_features(
     stubs: dict[nn.Module, Callable] = {row: lambda hidden: hidden}
     stubs |= dict.fromkeys(elementwise, torch.cos)
     for place, (column, parts) in enumerate(columns.items()):
-        stubs[column] = functools.partial(_packed, place, parts)
+        stubs[column] = functools.partial(_stand_in, place, parts)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(1, 4, 6, generator=generator, dtype=torch.float64)
     try:
@@ -78,5 +78,5 @@ def mixes_features(
         return False
 
 
-def _packed(place: int, parts: int, hidden: Tensor) -> Tensor:
+def _stand_in(place: int, parts: int, hidden: Tensor) -> Tensor:
     return torch.cat([torch.sin(hidden * (place + part + 1)) for part in range(parts)], dim=-1)

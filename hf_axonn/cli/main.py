@@ -9,6 +9,7 @@
     hf-axonn env                            versions, devices and links, to paste into a bug report
     hf-axonn doctor --config axonn.yaml     a launch file and a model, before a node-hour is spent: 0 fine, 1 warnings
     hf-axonn certify --config FILE --model MODEL    does a parallel run compute what one process would: 0 yes, 1 no
+    hf-axonn survey MODEL                   how a type is sharded, and whether eight grids compute the same: 0 so
     hf-axonn plan                           the grid for a model, a machine and a number of GPUs
     hf-axonn bench-links --output FILE      measure this machine for a plan; under torchrun, on many processes
     hf-axonn kit --have FILE                the wheels that a machine without a network needs beside what it has
@@ -27,6 +28,7 @@ from hf_axonn.cli.init import add_init, run_init
 from hf_axonn.cli.kit import add_kit, run_kit
 from hf_axonn.cli.plan import add_bench_links, add_plan, run_bench_links, run_plan
 from hf_axonn.cli.scripts import SCRIPTS, run_script
+from hf_axonn.cli.survey import add_survey, run_survey
 from hf_axonn.compat.arguments import Parser
 from hf_axonn.compat.completion import add_completion
 
@@ -51,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("env", help="print versions, devices and links, for a bug report")
     add_doctor(commands)
     add_certify(commands)
+    add_survey(commands)
     add_plan(commands)
     add_bench_links(commands)
     add_kit(commands)
@@ -66,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
             "env": _env,
             "doctor": run_doctor,
             "certify": run_certify,
+            "survey": run_survey,
             "plan": run_plan,
             "bench-links": run_bench_links,
             "kit": run_kit,

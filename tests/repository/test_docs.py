@@ -192,7 +192,18 @@ def options_in(text: str) -> set[str]:
 def options() -> dict[str, set[str]]:
     """What each program takes, with underscores, as its own --help says."""
     own = _help(
-        hf_axonn_main, "", "init", "convert", "verify", "env", "doctor", "certify", "plan", "bench-links", "kit"
+        hf_axonn_main,
+        "",
+        "init",
+        "convert",
+        "verify",
+        "env",
+        "doctor",
+        "certify",
+        "survey",
+        "plan",
+        "bench-links",
+        "kit",
     )
     known = {CLI: own}
     names = ("samples", "overlaps", "extract", "report", "compare", "tokens", "canaries make", "canaries rank")
@@ -298,7 +309,7 @@ def test_modules_that_a_command_runs_exist():
 @pytest.mark.parametrize(
     ("beginning", "file"),
     [
-        ('"stablelm mllama"', "hf_axonn/architectures/table.py"),
+        ('"stablelm mllama_text_model"', "hf_axonn/architectures/table.py"),
         ("def floating_point_ops", "hf_axonn/trainer/hooks.py"),
     ],
 )
