@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
@@ -63,7 +64,7 @@ def choose_experts(model: nn.Module, grid: Grid, *, requested: str) -> ExpertCho
 
 def _numbers(layers: list[nn.Module]) -> list[int]:
     """Return the number of experts of each layer."""
-    return [int(layer.num_experts) for layer in layers]
+    return [cast(int, layer.num_experts) for layer in layers]
 
 
 def _chosen(model: nn.Module) -> int:

@@ -72,8 +72,8 @@ def mixes_features(
     hidden = torch.randn(1, 4, 6, generator=generator, dtype=torch.float64)
     try:
         with isolate(), replace_forwards(entry, stubs), torch.no_grad():
-            full, parts = entry.forward(hidden), [entry.forward(part) for part in hidden.split((2, 4), dim=-1)]
-            return not close(full, torch.cat(parts, dim=-1), EXACT)
+            full, shares = entry.forward(hidden), [entry.forward(part) for part in hidden.split((2, 4), dim=-1)]
+            return not close(full, torch.cat(shares, dim=-1), EXACT)
     except Exception:  # code that takes more inputs, or gives other results
         return False
 

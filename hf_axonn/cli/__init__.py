@@ -1,1 +1,1 @@
-"""The commands of `hf-axonn`: init, plan, doctor, env, convert, verify, bench-links, kit."""
+"""The commands of `hf-axonn`: init, plan, doctor, env, convert, verify, bench-links, kit, survey."""

@@ -39,7 +39,8 @@ class Mask(Protocol):
         window: how many positions a query sees at most, itself included; None: it is not known that there is a limit.
     """
 
-    window: int | None
+    @property
+    def window(self) -> int | None: ...
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of keys of which the queries [start, stop) may see some."""

@@ -230,7 +230,7 @@ class RowParallel:
         self.heads = heads
         self.axes = heads.axes if heads else ("x", "y")
         self.like = like
-        self.gathers_rows = False if like is None else like.gathers_rows
+        self.gathers_rows: bool = False if like is None else like.gathers_rows
         self._leading: torch.Size | None = None
         state.add_layer(linear, self)
         self.weights = [state.weight_of(linear)]

@@ -69,7 +69,7 @@ class Prediction:
 
     @property
     def experts(self) -> str:
-        """How tokens and experts meet, gather or move, where the grid allows both; else empty."""
+        """The way in which tokens and experts meet, gather or move, where the grid allows both; else empty."""
         return "" if why_gathered(self.job.shape, self.grid) else self.job.experts
 
     @property
