@@ -183,18 +183,18 @@ class StepAccount:
         for _, centered in block.inner_norms:
             self.add_statistics(ledger, axes, self.tokens, centered)
         if block.query and self.gathers_keys:  # ContextAttention: keys and values of whole rows
-            held = HeadFeatures.from_block(block, grid, divided=False)
+            own = HeadFeatures.from_block(block, grid, divided=False)
             if reach := grid.reach(block.window, self.step.seq):  # the ends of stripes, to the ranks beside this one
                 index = self.place.index("context")
                 ends = (index > 0) + (index < grid.context - 1)
                 for phase in ("forward", "backward"):
-                    sent = ends * reach * self.step.rows * held.keys * self.step.compute_bytes
+                    sent = ends * reach * self.step.rows * own.keys * self.step.compute_bytes
                     ledger.add(phase, "exchange", ("context",), sent)
             else:
-                pair(ledger, "all_gather", "reduce_scatter", ("context",), self.tokens * held.keys)
+                pair(ledger, "all_gather", "reduce_scatter", ("context",), self.tokens * own.keys)
         elif block.query and grid.context > 1:  # to whole rows of fewer heads, and back
-            held = HeadFeatures.from_block(block, grid, divided=True)
-            for sent in (held.query + held.keys, held.output):
+            own = HeadFeatures.from_block(block, grid, divided=True)
+            for sent in (own.query + own.keys, own.output):
                 pair(ledger, "all_to_all", "all_to_all", ("context",), self.tokens * sent)
         # RowParallel._forward
         row = block.row
