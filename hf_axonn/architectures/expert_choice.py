@@ -53,12 +53,10 @@ def choose_experts(model: nn.Module, grid: Grid, *, requested: str) -> ExpertCho
         )
     if problem or requested == "gather":
         return ExpertChoice(WeightKind.EXPERTS, f"experts gathered over z: {problem or 'as configured'}")
-    chosen, hidden = _chosen(model), text_config(model).hidden_size
-    most = min(chosen, ranks)
+    most, travels = _traffic(model, ranks)
     return ExpertChoice(
         WeightKind.WHOLE_EXPERTS,
-        f"experts whole on one of {ranks} ranks (z, x, y), to which tokens travel: a token to at most {most}, "
-        f"{most * hidden * 2:,} bytes each way in bfloat16",
+        f"experts whole on one of {ranks} ranks (z, x, y), to which tokens travel: a token to at most {most}{travels}",
     )
 
 
@@ -67,6 +65,9 @@ def _numbers(layers: list[nn.Module]) -> list[int]:
     return [cast(int, layer.num_experts) for layer in layers]
 
 
-def _chosen(model: nn.Module) -> int:
-    """Return the number of experts that a token chooses."""
-    return int(getattr(text_config(model), "num_experts_per_tok", 1))
+def _traffic(model: nn.Module, ranks: int) -> tuple[int, str]:
+    """Return to how many ranks a token travels at most and, for the report, in how many bytes if that is known."""
+    config = text_config(model) if hasattr(model, "config") else None
+    most = min(getattr(config, "num_experts_per_tok", None) or ranks, ranks)
+    hidden = getattr(config, "hidden_size", None)
+    return most, f", {most * hidden * 2:,} bytes each way in bfloat16" if hidden else ""

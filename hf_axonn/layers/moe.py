@@ -261,7 +261,7 @@ class SortedExperts(Experts):
     """
 
     def _forward(self, original: Callable, hidden: Tensor) -> Tensor:
-        mesh, experts = self.state.mesh, self.module.num_experts
+        mesh, experts = self.state.mesh, cast(int, self.module.num_experts)
         group, own = mesh.group("x", "y"), slice(self.range.start, self.range.stop)
         # Ranks of (x, y) are numbered with y innermost, experts are sharded over y first.
         owners = [

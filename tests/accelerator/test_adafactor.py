@@ -23,6 +23,7 @@ SHAPES = {
     "row": (5, 3),
     "vocabulary": (13, 4),
     "experts": (5, 3, 7),
+    "whole_experts": (7, 3, 5),
     "replicated": (9,),
 }
 OPTIONS = {

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hf_axonn.compat.torch import bind_world, fake_world, high_priority
 from hf_axonn.distributed import mesh
+from hf_axonn.topology.experts import DISPATCH
 from hf_axonn.topology.grid import Grid
 from tests.helpers.ranks import run_ranks
 
@@ -80,10 +81,24 @@ def test_on_nccl_an_axis_of_all_ranks_has_priority_too(nccl):
     assert [label for label, *_ in nccl] == ["axonn_data", "axonn_z", "axonn_z_reductions"]
 
 
+def test_tokens_travel_to_experts_by_a_communicator_of_their_own_where_weights_are_gathered(nccl):
+    with fake_world(8):
+        made = mesh.GridMesh(Grid(data=2, z=2, x=2), "cuda")
+        for _ in range(2):  # of two models
+            made.open_group(DISPATCH)
+        assert made.find_axes(made.group(*DISPATCH)) == DISPATCH
+    with fake_world(8):
+        alone = mesh.GridMesh(Grid(data=2, x=2, y=2), "cuda")
+        alone.open_group(DISPATCH)
+        assert alone.group(*DISPATCH) is alone.group("x", "y")
+    assert [ranks for label, ranks, _ in nccl if label == "axonn_z_x_y"] == [[0, 1, 2, 3]]
+
+
 def test_elsewhere_one_group_does_both():
     with fake_world(4):
         made = mesh.GridMesh(Grid(z=4), "cpu")
-        assert made.reductions is made.group("z") is dist.group.WORLD
+        made.open_group(DISPATCH)
+        assert made.reductions is made.group("z") is made.group(*DISPATCH) is dist.group.WORLD
         made = mesh.GridMesh(Grid(x=4), "cuda")
         assert made.reductions is made.group("z") and made.reductions.size() == 1
 

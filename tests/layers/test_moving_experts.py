@@ -8,18 +8,21 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hf_axonn import Grid, parallelize
+from hf_axonn.architectures.expert_choice import ExpertChoice, choose_experts
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.layers import moe as layers
 from hf_axonn.layers.moe import MovingExperts, is_experts
 from hf_axonn.topology.experts import expert_owners
+from hf_axonn.topology.weight_kind import WeightKind
 from tests.helpers.equality import Case, exact, rows_of
 from tests.helpers.float64 import checkpointed
 from tests.helpers.models import tiny_batch
 from tests.helpers.ranks import run_ranks
-from tests.layers.test_moe import CHOOSING, NUMBER, Planned, errors, frozen_experts, moe, moved, one_sided
+from tests.layers.test_moe import CHOOSING, NUMBER, Called, Planned, errors, frozen_experts, moe, moved, one_sided
 
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -172,6 +175,13 @@ def _refused():
 
 def test_what_cannot_move_is_refused():
     run_ranks(_refused, 2)
+
+
+def test_the_experts_of_any_module_can_move():
+    """Of one without a config, too, where the report does not know how many bytes travel."""
+    choice = choose_experts(nn.Sequential(Called()), Grid(z=2, x=2), requested="auto")
+    assert choice.moves and choice.reason.endswith("tokens travel: a token to at most 4")
+    assert choose_experts(nn.Linear(3, 4), Grid(z=2), requested="move") == ExpertChoice(WeightKind.EXPERTS)
 
 
 def _evaluated(batch, expected):

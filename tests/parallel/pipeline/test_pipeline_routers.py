@@ -134,6 +134,7 @@ def test_with_other_axes(grid: Grid) -> None:
     schedules = [each for each in SCHEDULES if grid.pipe * each.get("stages_per_rank", 1) <= LAYERS]
     cases = [("qwen3_moe", grid, schedule, masked) for schedule in schedules for masked in (True, False)]
     cases += [(kind, grid, {}, True) for kind in ("mixtral", "olmoe", "gpt_oss", "dense")]
+    cases += [(kind, grid, {"experts": "gather"}, True) for kind in ("mixtral", "dense")]
     check(4, cases + [(kind, grid, {}, "loop") for kind in ("mixtral", "dense")])
 
 
