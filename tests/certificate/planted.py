@@ -16,6 +16,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_axonn.certificate import worker
+from hf_axonn.engine.dtensors import local
+from hf_axonn.engine.state import parallel_state
+from hf_axonn.layers import moe, token_routes
+from hf_axonn.layers.moe import MovingExperts
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.parallel import context_parallel
 
@@ -343,6 +347,52 @@ def document_that_sees_its_neighbour() -> None:
     context_parallel._rows_of = lambda *args: replace(stock(*args), documents=False)
 
 
+def lost_token() -> None:
+    """What the experts have made of the first token of rank 1 does not come back."""
+    stock = token_routes.Routes.add_up
+
+    def add_up(self, values):
+        total = stock(self, values)
+        total[:1] = 0
+        return total
+
+    if dist.get_rank() == 1:
+        token_routes.Routes.add_up = add_up
+
+
+def weight_applied_twice() -> None:
+    """The routing weights are applied where the experts are, and once more."""
+    stock = MovingExperts._chosen
+
+    def chosen(self, original, counts, choices, hidden, weights):
+        return stock(self, original, counts, choices, hidden, weights * weights)
+
+    MovingExperts._chosen = chosen
+
+
+def undivided_expert_gradient() -> None:
+    """The gradient of an expert, a sum over the rows of all z, is not divided by their number."""
+    stock = moe.expert_layout
+    moe.expert_layout = lambda *args, **kwargs: replace(stock(*args, **kwargs), summed_over=1)
+
+
+def experts_mixed_over_z() -> None:
+    """Gradients of experts are averaged over z, as if its ranks had the same experts."""
+    stock = transformers.Trainer.training_step
+
+    def step(self, model, *args, **kwargs):
+        loss = stock(self, model, *args, **kwargs)
+        group = parallel_state(model).mesh.group("z")
+        for name, parameter in model.named_parameters():
+            if "experts" in name:
+                gradient = local(parameter.grad)
+                dist.all_reduce(gradient, group=group)
+                gradient /= group.size()
+        return loss
+
+    transformers.Trainer.training_step = step
+
+
 ERRORS = {
     function.__name__: function
     for function in (
@@ -371,5 +421,9 @@ ERRORS = {
         stripes_in_wrong_order,
         label_lost_at_the_cut,
         document_that_sees_its_neighbour,
+        lost_token,
+        weight_applied_twice,
+        undivided_expert_gradient,
+        experts_mixed_over_z,
     )
 }
