@@ -142,8 +142,8 @@ def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutCh
     if plan.untested and world_rank() == 0:
         logger.warning(
             f"nobody has compared {type(model).__name__} on a grid with one process: with allow_untested it is "
-            "sharded by general rules all the same. Compare it, small, before you train: hf-axonn survey MODEL, "
-            "or hf-axonn certify --config FILE --model DIR with this launch file."
+            "sharded by general rules all the same. Compare it, small, before you train: hf-axonn survey MODEL, or "
+            "hf-axonn certify --config FILE --model DIR with this launch file."
         )
     check_plan(model, plan)
     with without_wrappers(model):

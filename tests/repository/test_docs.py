@@ -192,19 +192,8 @@ def options_in(text: str) -> set[str]:
 def options() -> dict[str, set[str]]:
     """What each program takes, with underscores, as its own --help says."""
     own = _help(
-        hf_axonn_main,
-        "",
-        "init",
-        "convert",
-        "verify",
-        "env",
-        "doctor",
-        "certify",
-        "survey",
-        "plan",
-        "bench-links",
-        "kit",
-    )
+        hf_axonn_main, "init", "convert", "verify", "env", "doctor", "certify", "survey", "plan", "bench-links", "kit"
+    ) | _help(hf_axonn_main, "")
     known = {CLI: own}
     names = ("samples", "overlaps", "extract", "report", "compare", "tokens", "canaries make", "canaries rank")
     names += ("bundle", "verify", "export")
