@@ -69,7 +69,7 @@ def mixes_features(
     for place, (column, parts) in enumerate(columns.items()):
         stubs[column] = functools.partial(_stand_in, place, parts)
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(1, 4, 6, generator=generator, dtype=torch.float64)
+    hidden = torch.randn(1, 4, 6, generator=generator, dtype=torch.float64, device="cpu")
     try:
         with isolate(), replace_forwards(entry, stubs), torch.no_grad():
             full, shares = entry.forward(hidden), [entry.forward(part) for part in hidden.split((2, 4), dim=-1)]

@@ -92,15 +92,18 @@ class ExpertBalance:
             )
             for router, index in find_routers(model)
         ]
+        self._counting = bool(handles)
         for handle in handles:  # the hooks refer to counts, not to this object
             weakref.finalize(self, handle.remove)
 
     def take(self, world: torch.distributed.ProcessGroup | None) -> Imbalance:
-        """Return the numbers since the last call, which begin again from zero.
+        """Return the numbers since the last call, which begin again from zero; a dense model has none.
 
         Collectives, where layers of this rank have experts: over a grid an all-reduce of their counts over the ranks
         that work on the same tokens, (x, y) or DISPATCH, and one over the others; else one over `world`.
         """
+        if not self._counting:
+            return Imbalance((0.0, 0.0))
         entropy, tokens = self._entropy.tolist()
         self._entropy.zero_()
         if not self._layers:

@@ -191,9 +191,8 @@ def options_in(text: str) -> set[str]:
 @pytest.fixture(scope="module")
 def options() -> dict[str, set[str]]:
     """What each program takes, with underscores, as its own --help says."""
-    own = _help(
-        hf_axonn_main, "init", "convert", "verify", "env", "doctor", "certify", "survey", "plan", "bench-links", "kit"
-    ) | _help(hf_axonn_main, "")
+    commands = ("init", "convert", "verify", "env", "doctor", "certify", "survey", "plan", "bench-links", "kit")
+    own = _help(hf_axonn_main, "", *commands)
     known = {CLI: own}
     names = ("samples", "overlaps", "extract", "report", "compare", "tokens", "canaries make", "canaries rank")
     names += ("bundle", "verify", "export")

@@ -78,7 +78,7 @@ def test_the_menu_has_every_page_once():
 def test_the_reference_of_commands_has_every_command():
     listed = (REFERENCE / "commands.md").read_text(encoding="utf-8").partition("```{help}\n")[2].split("\n")
     tests_of = (ROOT / "tests" / "repository" / "test_docs.py").read_text(encoding="utf-8")
-    cli = re.search(r"_help\(\s*hf_axonn_main, (.+)", tests_of)
+    cli = re.search(r"commands = \((.+)\)", tests_of)
     assert cli and {f"hf-axonn {name}" for name in re.findall(r'"([\w-]+)"', cli[1])} <= set(listed)
 
 
