@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, parallelize
+from hf_axonn import Grid, load_sharded, parallelize, save_sharded
 from hf_axonn.architectures.expert_choice import ExpertChoice, choose_experts
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import observe
@@ -19,10 +20,21 @@ from hf_axonn.layers.moe import MovingExperts, is_experts
 from hf_axonn.topology.experts import expert_owners
 from hf_axonn.topology.weight_kind import WeightKind
 from tests.helpers.equality import Case, exact, rows_of
-from tests.helpers.float64 import checkpointed
+from tests.helpers.float64 import checkpointed, largest_difference
 from tests.helpers.models import tiny_batch
 from tests.helpers.ranks import run_ranks
-from tests.layers.test_moe import CHOOSING, NUMBER, Called, Planned, errors, frozen_experts, moe, moved, one_sided
+from tests.layers.test_moe import (
+    CHOOSING,
+    NUMBER,
+    Called,
+    Planned,
+    errors,
+    frozen_experts,
+    gathered,
+    moe,
+    moved,
+    one_sided,
+)
 
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -175,6 +187,23 @@ def _refused():
 
 def test_what_cannot_move_is_refused():
     run_ranks(_refused, 2)
+
+
+def _exported(folder):
+    plain = dict(make("mixtral", dtype=torch.float32).named_parameters())
+    for number, grid in enumerate([Grid(z=4), Grid(z=2, y=2)]):
+        model, _ = parallelize(make("mixtral", dtype=torch.float32), config=moved(grid))
+        model.save_pretrained(folder / f"whole-{number}")
+        save_sharded(model, folder / f"sharded-{number}")
+        other, _ = parallelize(make("mixtral", dtype=torch.float32, seed=5), config=gathered(Grid(z=2, x=2)))
+        load_sharded(other, folder / f"sharded-{number}")
+        read = dict(AutoModelForCausalLM.from_pretrained(folder / f"whole-{number}").named_parameters())
+        for name, parameter in plain.items():
+            assert torch.equal(read[name], parameter) and largest_difference(other.get_parameter(name), parameter) == 0
+
+
+def test_shards_of_no_and_of_few_experts_are_exported_and_read(tmp_path):
+    run_ranks(_exported, 4, tmp_path)
 
 
 def test_the_experts_of_any_module_can_move():
