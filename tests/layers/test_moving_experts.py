@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
@@ -33,7 +32,6 @@ from tests.layers.test_moe import (
     gathered,
     moe,
     moved,
-    one_sided,
 )
 
 
@@ -106,13 +104,7 @@ def ways_of_training() -> list[Case]:
         kind("every expert", changes=short | {"num_experts_per_tok": 6}),
         kind("batched", changes=short | {"experts_implementation": "batched_mm"}),
         kind("as Trainer", changes=short, steps=2, as_trainer=True),
-        dataclasses.replace(Case("one-sided", one_sided, [tiny_batch(8, 7)]), config=move_one_sided),
     ]
-
-
-def move_one_sided(grid: Grid) -> AxonnConfig:
-    """Its two experts are fewer than four ranks."""
-    return AxonnConfig(grid=grid, experts="auto")
 
 
 @pytest.mark.parametrize("every", [False, SLOW(True)], ids=["some", "every"])
@@ -123,6 +115,13 @@ def test_ways_of_training(every):
         assert not errors(Planned(ways, FOUR))
     else:
         assert not errors(Planned(ways[::2], [Grid(z=2, x=2)]), Planned(ways[1::2], [Grid(z=4)]))
+
+
+def test_a_rank_without_a_token_sends_none():
+    """Three tokens on four ranks, each of which has all of them or a part."""
+    few = case("gpt_oss", "few tokens", changes={"num_hidden_layers": 1}, batches=[tiny_batch(1, 3)])
+    grids = [Grid(y=2, x=2)]
+    assert not errors(Planned([few], grids, by_blocks=False), Planned([few], grids))
 
 
 def _reads(cases):
