@@ -206,7 +206,7 @@ def _gather(block: Tensor, group) -> Tensor:
 class MovingExperts(Experts):
     """The experts of one layer, each whole on one rank of DISPATCH, to which tokens travel. As `Experts`.
 
-    Collectives: over DISPATCH an all-to-all of sizes, which the host reads (neither in a checkpointed layer that is
+    Collectives: over DISPATCH an all-to-all of sizes, which the host reads (not again in a checkpointed layer that is
     recomputed), exchanges of hidden states and of choices with their weights, and one of results; backward: the
     conjugate of each exchange. Where activations are full an all-gather over (x, y) of the results; backward: of the
     gradients of hidden states and weights.

@@ -24,6 +24,7 @@ from hf_axonn.cli.main import main as hf_axonn_cli
 from hf_axonn.config import CONTEXT_ATTENTION, LAYOUTS, REDUCE_DTYPES
 from hf_axonn.launch.command import prepare_or_exit
 from hf_axonn.launch.launch_file import resolve
+from hf_axonn.topology.experts import EXPERTS
 from hf_axonn.topology.grid import AXES
 from hf_axonn_eval.__main__ import main as eval_cli
 from hf_axonn_eval.data.samples import Sample, read_samples, write_samples
@@ -63,6 +64,7 @@ SECTION = st.fixed_dictionaries(
         "keep_gathered": mostly(st.sampled_from(["none", "all", "recomputed", 0, 3, -1])),
         "tune_matmuls": mostly(st.booleans()),
         "layout": mostly(st.sampled_from(LAYOUTS)),
+        "experts": mostly(st.sampled_from(EXPERTS)),
         "context_attention": mostly(st.sampled_from(CONTEXT_ATTENTION)),
         "async_save": mostly(st.booleans()),
         "save_failure": mostly(st.sampled_from(["stop", "continue"])),

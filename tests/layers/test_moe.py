@@ -88,8 +88,10 @@ def moved(grid: Grid) -> AxonnConfig:
 def plan_blocks(planned: bool, put=setattr) -> None:
     """Let `parallelize` cut by blocks, or Linear by Linear, whatever it would do by itself."""
 
-    def plan_for(model, **options):
-        return derive(model, model.config.model_type, **options) if planned else ShardingPlan(reason="for a test")
+    def plan_for(model, *, divided_rows, allow_untested):
+        if not planned:
+            return ShardingPlan(reason="for a test")
+        return derive(model, model.config.model_type, divided_rows=divided_rows)
 
     put(importlib.import_module("hf_axonn.parallel.parallelize"), "plan_for", plan_for)
 

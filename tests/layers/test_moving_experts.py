@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, parallelize
+from hf_axonn import Grid, load_sharded, parallelize, save_sharded
 from hf_axonn.architectures.expert_choice import ExpertChoice, choose_experts
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import observe
@@ -19,10 +19,20 @@ from hf_axonn.layers.moe import MovingExperts, is_experts
 from hf_axonn.topology.experts import expert_owners
 from hf_axonn.topology.weight_kind import WeightKind
 from tests.helpers.equality import Case, exact, rows_of
-from tests.helpers.float64 import checkpointed
+from tests.helpers.float64 import checkpointed, largest_difference
 from tests.helpers.models import tiny_batch
 from tests.helpers.ranks import run_ranks
-from tests.layers.test_moe import CHOOSING, NUMBER, Called, Planned, errors, frozen_experts, moe, moved, one_sided
+from tests.layers.test_moe import (
+    CHOOSING,
+    NUMBER,
+    Called,
+    Planned,
+    errors,
+    frozen_experts,
+    gathered,
+    moe,
+    moved,
+)
 
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -94,13 +104,7 @@ def ways_of_training() -> list[Case]:
         kind("every expert", changes=short | {"num_experts_per_tok": 6}),
         kind("batched", changes=short | {"experts_implementation": "batched_mm"}),
         kind("as Trainer", changes=short, steps=2, as_trainer=True),
-        dataclasses.replace(Case("one-sided", one_sided, [tiny_batch(8, 7)]), config=move_one_sided),
     ]
-
-
-def move_one_sided(grid: Grid) -> AxonnConfig:
-    """Its two experts are fewer than four ranks."""
-    return AxonnConfig(grid=grid, experts="auto")
 
 
 @pytest.mark.parametrize("every", [False, SLOW(True)], ids=["some", "every"])
@@ -111,6 +115,13 @@ def test_ways_of_training(every):
         assert not errors(Planned(ways, FOUR))
     else:
         assert not errors(Planned(ways[::2], [Grid(z=2, x=2)]), Planned(ways[1::2], [Grid(z=4)]))
+
+
+def test_a_rank_without_a_token_sends_none():
+    """Three tokens on four ranks, each of which has all of them or a part."""
+    few = case("gpt_oss", "few tokens", changes={"num_hidden_layers": 1}, batches=[tiny_batch(1, 3)])
+    grids = [Grid(y=2, x=2)]
+    assert not errors(Planned([few], grids, by_blocks=False), Planned([few], grids))
 
 
 def _reads(cases):
@@ -175,6 +186,23 @@ def _refused():
 
 def test_what_cannot_move_is_refused():
     run_ranks(_refused, 2)
+
+
+def _exported(folder):
+    plain = dict(make("mixtral", dtype=torch.float32).named_parameters())
+    for number, grid in enumerate([Grid(z=4), Grid(z=2, y=2)]):
+        model, _ = parallelize(make("mixtral", dtype=torch.float32), config=moved(grid))
+        model.save_pretrained(folder / f"whole-{number}")
+        save_sharded(model, folder / f"sharded-{number}")
+        other, _ = parallelize(make("mixtral", dtype=torch.float32, seed=5), config=gathered(Grid(z=2, x=2)))
+        load_sharded(other, folder / f"sharded-{number}")
+        read = dict(AutoModelForCausalLM.from_pretrained(folder / f"whole-{number}").named_parameters())
+        for name, parameter in plain.items():
+            assert torch.equal(read[name], parameter) and largest_difference(other.get_parameter(name), parameter) == 0
+
+
+def test_shards_of_no_and_of_few_experts_are_exported_and_read(tmp_path):
+    run_ranks(_exported, 4, tmp_path)
 
 
 def test_the_experts_of_any_module_can_move():

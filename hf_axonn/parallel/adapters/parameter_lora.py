@@ -1,9 +1,9 @@
 """PEFT's LoRA of a parameter itself (lora.ParamWrapper): the weights of experts [E, ., .], and of routers.
 
 PEFT adds scaling * B @ A to the parameter while its module runs. Here the sharded layer of the module does so, to what
-it shows the module's code: this rank's experts, gathered over z, or a replicated parameter. A and B are replicated;
-each rank uses the part of its own experts. Autograd keeps the sum until backward: of each layer this rank's experts,
-the memory that they take on a grid with z = 1.
+it shows the module's code: this rank's experts, gathered over z or whole, or a replicated parameter. A and B are
+replicated; each rank uses the part of its own experts. Autograd keeps the sum until backward: of each layer this
+rank's experts, where they are gathered the memory that they take on a grid with z = 1.
 """
 
 from __future__ import annotations
