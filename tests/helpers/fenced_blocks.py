@@ -34,6 +34,7 @@ LEAVES = {
     "docs/how_to/lora.md": ["adapters/adapter_model.safetensors", "runs/adapters/summary.json"],
     "docs/how_to/qlora.md": ["qlora/adapter_model.safetensors"],
     "docs/how_to/evaluate.md": ["my-model/model.safetensors"],
+    "docs/how_to/experts.md": ["full/axonn_checkpoint.json", "lora/adapter_model.safetensors"],
     "docs/how_to/long_rows.md": ["certificate/certificate.json", "long/axonn_checkpoint.json"],
     "docs/how_to/resume.md": ["out/checkpoint-6/trainer_state.json"],
 }
