@@ -193,7 +193,7 @@ class RouterLoss:
                 f"the auxiliary loss is of {num_experts} experts, but the stage before has sent sums of "
                 f"{len(stage.routing) // 2}: every layer of a pipeline needs the same number of experts."
             )
-        counts, probability = _sums(gate_logits, num_experts, top_k, _real(stage, attention_mask), mesh.device)
+        counts, probability = _sums(gate_logits, num_experts, top_k, self._real(stage, attention_mask), mesh.device)
         stage.add_routing(torch.cat([counts.double(), probability.double()]))
         assert stage.routing is not None
         if not stage.last:
@@ -204,16 +204,19 @@ class RouterLoss:
             counts, probability = _sum_over_samples(counts, probability, mesh)
         return _switch_loss(counts, probability)
 
-
-def _real(stage: StagePass, attention_mask: Tensor | None) -> Tensor | None:
-    """The mask of a batch whose last rows and columns may only have filled it up."""
-    tokens = stage.tokens
-    if stage.real is None or tokens is None or stage.real == (tokens.batch, tokens.seq):
-        return attention_mask
-    rows, columns = stage.real
-    mask = torch.zeros(tokens.batch, tokens.seq, dtype=torch.int64)
-    mask[:rows, :columns] = 1
-    return mask if attention_mask is None else mask.to(attention_mask.device) * attention_mask.to(torch.int64)
+    def _real(self, stage: StagePass, attention_mask: Tensor | None) -> Tensor | None:
+        """The mask of a batch whose last rows and columns may only have filled it up; of this rank's positions."""
+        tokens, divided = stage.tokens, self.state.context.rows
+        if stage.real is None or tokens is None:
+            return attention_mask
+        length = tokens.seq if divided is None else divided.length
+        if stage.real == (tokens.batch, length):
+            return attention_mask
+        rows, columns = stage.real
+        mask = torch.zeros(tokens.batch, length, dtype=torch.int64)
+        mask[:rows, :columns] = 1
+        mask = mask if divided is None else divided.take(mask)
+        return mask if attention_mask is None else mask.to(attention_mask.device) * attention_mask.to(torch.int64)
 
 
 def switch_loss(

@@ -12,6 +12,9 @@ and no modelling code is copied. Hidden states that are not read are zeros that 
 
 from __future__ import annotations
 
+import dis
+import inspect
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,8 +76,14 @@ class ElsewhereWrapper(nn.Module):
         return result
 
 
+def returns_tuple(module: nn.Module) -> bool:
+    """Return whether the code of a module's forward ends in a tuple, as layers do whose model reads `outputs[0]`."""
+    code = [instruction.opname for instruction in dis.get_instructions(inspect.unwrap(type(module).forward))]
+    return ("BUILD_TUPLE", "RETURN_VALUE") in itertools.pairwise(code)
+
+
 class ElsewhereLayer(nn.Module):
-    """A layer or norm of another stage: returns what it got.
+    """A layer or norm of another stage: returns what it got, in a tuple where the original returns one.
 
     Args:
         original: whose attributes of plain kinds models read from their layers, such as `attention_type`.
@@ -84,12 +93,17 @@ class ElsewhereLayer(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
+        self._in_tuple = returns_tuple(original)
         for name, value in vars(original).items():
             if isinstance(value, bool | int | float | str) and name not in ("training", "gradient_checkpointing"):
                 setattr(self, name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return split_hidden_states(args, kwargs)[0]
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        hidden = self._pass_on(split_hidden_states(args, kwargs)[0])
+        return (hidden,) if self._in_tuple else hidden
+
+    def _pass_on(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 class Arrival(ElsewhereLayer):
@@ -101,8 +115,7 @@ class Arrival(ElsewhereLayer):
         self._context = state.context
         self._state = state
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden = super().forward(*args, **kwargs)
+    def _pass_on(self, hidden: Tensor) -> Tensor:
         stage = self._context.stage
         assert stage is not None and stage.received is not None
         tokens = self._state.tokens_of(hidden)
@@ -118,8 +131,7 @@ class Departure(ElsewhereLayer):
         super().__init__(original)
         self._context = state.context
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden = super().forward(*args, **kwargs)
+    def _pass_on(self, hidden: Tensor) -> Tensor:
         tokens, stage = self._context.tokens, self._context.stage
         assert tokens is not None and stage is not None
         stage.depart(hidden, tokens)

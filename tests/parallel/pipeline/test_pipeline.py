@@ -42,7 +42,11 @@ SCHEDULES = [
 
 
 PACKED = ", packed"
-OPTIONS = {"opt": dict(dropout=0.0, ffn_dim=40, word_embed_proj_dim=48)}
+OPTIONS = {
+    "opt": dict(dropout=0.0, ffn_dim=40, word_embed_proj_dim=48),
+    "bloom": dict(attention="eager"),
+    "gptj": dict(attention="eager", rotary_dim=4),
+}
 
 
 def make(kind: str) -> nn.Module:
@@ -164,7 +168,9 @@ def test_pipe_alone() -> None:
 
 @pytest.mark.slow
 def test_pipe_alone_of_more_models() -> None:
-    cases = [(kind, Grid(pipe=2), {}, False) for kind in ("gpt2", "gemma2", "smollm2", "opt")]
+    """Layers of falcon, bloom and gptj return tuples."""
+    kinds = ("gpt2", "gemma2", "smollm2", "opt", "falcon", "bloom", "gptj")
+    cases = [(kind, Grid(pipe=2), {}, False) for kind in kinds]
     check(2, [*cases, ("smollm2", Grid(pipe=2), {}, True)])
 
 

@@ -29,6 +29,7 @@ LAYERS = 4
 CHANGES = {"dense": dict(mlp_only_layers=[0, 1])}  # whose first stage has no router
 KINDS = {"dense": "qwen3_moe"}
 GRIDS = [Grid(pipe=2, x=2), Grid(pipe=2, y=2), Grid(pipe=2, z=2), Grid(pipe=2, data=2), Grid(pipe=4)]
+GRIDS.append(Grid(pipe=2, z=2, context=2))
 
 
 def make(kind: str, **changes) -> nn.Module:
