@@ -44,6 +44,16 @@ def test_stages_train_the_same_model_as_torchs_own(tmp_path):
     assert all(f"| {name} |" in report.read_text() for name in ("FSDP2 in 2 stages", "data=2 pipe=2", "pipe=2 x=2"))
 
 
+@pytest.mark.slow
+def test_both_ways_of_experts_train_the_same_mixture_as_transformers_own(tmp_path):
+    report = tmp_path / "peers.md"
+    sizes = "--size tiny-mixture --sequence 32 --rounds 1 --ranks 4".split()
+    contenders = ["--others", "DDP", "native EP", "--grids", "z=4 experts move", "z=4 experts gather"]
+    done = run("-m", "tests.benchmarks.peers.peers", *sizes, *contenders, "--output", str(report))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"| {name} |" in report.read_text() for name in ("native EP", "z=4 experts move", "z=4 experts gather"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

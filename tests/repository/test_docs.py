@@ -43,6 +43,7 @@ PROGRAMS = {
     ("python", "-m", "accelerate.commands.launch"): LAUNCH,
     ("python", "-m", "hf_axonn_eval"): EVAL,
     ("-m", "hf_axonn_eval"): EVAL,
+    ("-m", "trl.scripts.sft"): "trl.scripts.sft",
     ("hf-axonn-eval",): EVAL,
     ("hf-axonn", "finetune"): "finetune",
     ("hf-axonn", "study"): "study",
@@ -205,6 +206,7 @@ def options() -> dict[str, set[str]]:
     for script, module in TRAINING.items():
         known[script] = _help(importlib.import_module(module).parse, "")
     known["finetune"] |= {"--config"}  # of hf-axonn finetune
+    known["trl.scripts.sft"] = known["finetune_chat"] | {"--dataset_name"}  # the same arguments of TRL
     return known
 
 

@@ -8,6 +8,7 @@
     FSDP2           torch's fully_shard, layer by layer and around the rest
     FSDP2 in 2 stages   torchtitan's way: torch's 1F1B over two stages, each of them FSDP2 (stages.py)
     native TP       Transformers' own tensor parallelism, from_pretrained(distributed_config=...)
+    native EP       Transformers' own expert parallelism of a mixture, all ranks on the same rows, beside its TP
     a grid          hf_axonn.from_pretrained(grid=...)
     AxoNN auto ...  AxoNN's own source on the same grid, by its auto_parallelize (axonn_models.py, axonn_on_cpus.py)
     AxoNN by hand ...   and by its expert mode, for grids with x > 1 and y = 1
@@ -42,7 +43,9 @@ from tests.helpers.traffic_counter import TrafficCounter, count_traffic
 FLOORS = ("floor tokens", "DDP short rows", "floor width")
 PEERS = ("DDP", "FSDP2", "native TP")
 STAGES = "FSDP2 in 2 stages"
+MIXTURES = ("native EP",)
 KEEPING = " keeping "  # between a grid and its keep_gathered
+EXPERTS = " experts "  # between a grid and its experts, gather or move
 AXONN = ("AxoNN auto", "AxoNN by hand")
 LEARNING_RATE = 3e-4
 
@@ -109,7 +112,7 @@ def build(name: str, folder: Path) -> Training:
     Args:
         name: one of FLOORS, PEERS, STAGES, "plain", or a grid as `Grid.__str__` writes it without the axes of size 1
             ("x=2"), alone or after one of AXONN; or before overlaps that are off ("z=2 without all_gather") or the
-            setting keep_gathered ("pipe=2 z=2 keeping all").
+            setting keep_gathered ("pipe=2 z=2 keeping all") or experts ("z=4 experts move").
         folder: the initial weights, saved by Transformers.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -129,18 +132,20 @@ def build(name: str, folder: Path) -> Training:
     if name == STAGES:
         stages = InStages(AutoModelForCausalLM.from_pretrained(folder), 2)
         return Training(stages.model, parts=stages.parts, part=stages.part, in_stages=stages)
-    if name == "native TP":
+    if name in ("native TP", "native EP"):
         from transformers.distributed.configuration_utils import DistributedConfig
 
-        config = DistributedConfig(tp_size=world, tp_plan="auto")
+        experts = {"ep_size": world} if name == "native EP" else {}
+        config = DistributedConfig(tp_size=world, tp_plan="auto", **experts)
         return Training(AutoModelForCausalLM.from_pretrained(folder, distributed_config=config))
     for mode in AXONN:
         if name.startswith(f"{mode} "):
             return _by_axonn(parse_grid(name.removeprefix(f"{mode} ")), folder, by_hand=mode == "AxoNN by hand")
+    name, _, experts = name.partition(EXPERTS)
     name, _, kept = name.partition(KEEPING)
     sizes, _, off = name.partition(" without ")
     grid = parse_grid(sizes)
-    keep = {"keep_gathered": kept} if kept else {}
+    keep = ({"keep_gathered": kept} if kept else {}) | ({"experts": experts} if experts else {})
     settings = AxonnConfig(grid=grid, overlap=Overlap(**dict.fromkeys(off.split(), False)), **keep)
     model = hf_axonn.from_pretrained(str(folder), grid=grid, config=settings)
     mesh = model.axonn.mesh
@@ -166,7 +171,7 @@ def grid_name(grid: hf_axonn.Grid) -> str:
 
 def parse_grid(name: str) -> hf_axonn.Grid:
     """The inverse of `grid_name`; commas will do for spaces, and a setting after the grid is not read."""
-    sizes = name.partition(KEEPING)[0].replace(",", " ").split()
+    sizes = name.partition(EXPERTS)[0].partition(KEEPING)[0].replace(",", " ").split()
     return hf_axonn.Grid(**{axis: int(size) for axis, size in (each.split("=") for each in sizes)})
 
 

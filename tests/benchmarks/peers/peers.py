@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.peers.peers --ranks 2 --rounds 20
     OMP_NUM_THREADS=1 python -m tests.benchmarks.peers.peers --ranks 4 --rounds 20 --output docs/results/peers.md
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.peers.peers --ranks 4 --size mixture-top2 --others DDP "native EP" ...
 
 A Llama of 55 million parameters on 1,024 tokens a step, float32, AdamW, gloo, one thread a rank; the text is the
 language reference that comes with Python. All contenders start from the same weights and see the same batches, so
@@ -33,13 +34,15 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig  # noqa: E402
 
 from hf_axonn import Grid  # noqa: E402
 from tests.benchmarks.peers import axonn_on_cpus  # noqa: E402
 from tests.benchmarks.peers.contenders import (  # noqa: E402
+    EXPERTS,
     FLOORS,
     KEEPING,
+    MIXTURES,
     PEERS,
     STAGES,
     axonn_names,
@@ -50,8 +53,23 @@ from tests.benchmarks.peers.ranks import Ranks, Traffic, Turn, wait_for_quiet  #
 from tests.benchmarks.peers.report import QUIET, description, loss_difference, table, traffic_table  # noqa: E402
 
 
+# Qwen3-MoE, 16 experts of a layer.
+MIXTURE = dict(
+    hidden_size=384,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    head_dim=64,
+    intermediate_size=1024,
+    moe_intermediate_size=512,
+    num_experts=16,
+    num_experts_per_tok=2,
+    vocab_size=8192,
+)
 SIZES = {
     "60m": dict(hidden_size=768, num_hidden_layers=6, num_attention_heads=12, intermediate_size=2048, vocab_size=8192),
+    "mixture-top2": MIXTURE | dict(num_experts_per_tok=2),
+    "mixture-top8": MIXTURE | dict(num_experts_per_tok=8),
+    "tiny-mixture": MIXTURE | dict(hidden_size=64, num_attention_heads=4, head_dim=16, moe_intermediate_size=32),
     "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=512),
 }
 # Largest relative difference of a loss from that of the first contender. Sums in another order differ by about 1e-6 in
@@ -125,13 +143,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         grids = [Grid(data=d, z=z, y=y, x=x) for d, z, y, x in sizes if d * z * y * x == args.ranks]
         args.grids = [grid_name(grid) for grid in grids]
     try:
-        args.grids = ["".join((grid_name(parse_grid(name)), *name.partition(KEEPING)[1:])) for name in args.grids]
+        settings = [name.partition(KEEPING if KEEPING in name else EXPERTS)[1:] for name in args.grids]
+        args.grids = [
+            "".join((grid_name(parse_grid(name)), *of)) for name, of in zip(args.grids, settings, strict=True)
+        ]
         for name in args.grids:
             parse_grid(name).check(args.ranks)
     except (TypeError, ValueError) as error:
         parser.error(f"--grids: {error}")
-    if unknown := set(args.others) - {"plain", *FLOORS, *PEERS, STAGES}:
-        there = ", ".join((*FLOORS, *PEERS, STAGES))
+    if unknown := set(args.others) - {"plain", *FLOORS, *PEERS, *MIXTURES, STAGES}:
+        there = ", ".join((*FLOORS, *PEERS, *MIXTURES, STAGES))
         parser.error(f"--others: {', '.join(sorted(unknown))}: there are plain, {there}.")
     if args.axonn is not None:
         try:
@@ -147,9 +168,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def model_config(size: str, *, sequence: int, kv_heads: int | None = None) -> LlamaConfig:
+def model_config(size: str, *, sequence: int, kv_heads: int | None = None) -> LlamaConfig | Qwen3MoeConfig:
     """One of SIZES."""
-    return LlamaConfig(
+    kind = Qwen3MoeConfig if "num_experts" in SIZES[size] else LlamaConfig
+    return kind(
         **SIZES[size],
         num_key_value_heads=kv_heads or SIZES[size]["num_attention_heads"],
         max_position_embeddings=sequence,
@@ -158,7 +180,7 @@ def model_config(size: str, *, sequence: int, kv_heads: int | None = None) -> Ll
     )
 
 
-def save_weights(config: LlamaConfig, folder: Path) -> int:
+def save_weights(config: LlamaConfig | Qwen3MoeConfig, folder: Path) -> int:
     """Write the weights that all contenders start from; returns the number of parameters."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests.benchmarks.peers import axonn_on_cpus
-from tests.benchmarks.peers.contenders import AXONN, FLOORS, PEERS, STAGES
+from tests.benchmarks.peers.contenders import AXONN, FLOORS, MIXTURES, PEERS, STAGES
 from tests.benchmarks.peers.ranks import Traffic, Turn
 
 
@@ -44,7 +44,7 @@ def table(runs: list[Run], tokens: int) -> str:
         tokens: in one step.
     """
     names = list(dict.fromkeys(name for run in runs for name in run))
-    against = [name for name in (*FLOORS, *PEERS, STAGES) if name in names]
+    against = [name for name in (*FLOORS, *PEERS, *MIXTURES, STAGES) if name in names]
     against += [mode for mode in AXONN if any(name.startswith(f"{mode} ") for name in names)]
     rows = []
     for name in names:

@@ -33,6 +33,7 @@ import transformers  # noqa: E402
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig  # noqa: E402
 
 from hf_axonn import Grid, __version__, parallelize  # noqa: E402
+from hf_axonn.config import AxonnConfig  # noqa: E402
 from hf_axonn.planner.memory import memory  # noqa: E402
 from tests.benchmarks.peers.peers import model_config  # noqa: E402
 from tests.benchmarks.planner.simulate import TOLERANCE, Case, train  # noqa: E402
@@ -80,7 +81,8 @@ def predicted(case: Case) -> float:
 def peak(case: Case) -> int:
     """Bytes that this rank of the initialized world holds at the worst moment of its second step."""
     torch.manual_seed(0)
-    model, _ = parallelize(AutoModelForCausalLM.from_config(case.config, dtype=torch.float32).train(), case.grid)
+    model = AutoModelForCausalLM.from_config(case.config, dtype=torch.float32).train()
+    model, _ = parallelize(model, case.grid, config=AxonnConfig(grid=case.grid, experts=case.experts))
     ids = torch.randint(case.config.vocab_size, (case.rows, case.seq))
     return train(model, case, ids, torch.tensor(case.rows * case.seq * case.grid.dp_size)).peak
 

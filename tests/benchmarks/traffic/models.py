@@ -25,6 +25,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, __version__, parallelize
+from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.traffic.ledger import Ledger
@@ -66,7 +67,7 @@ def counted(config: transformers.PreTrainedConfig, grid: Grid, *, checkpointing:
         assert grid_mesh(grid, "cpu").storage_mesh is not None
         # The kernel for many experts asks for widths that tiny models do not have.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").train()
-        model, _ = parallelize(model, grid)
+        model, _ = parallelize(model, grid, config=AxonnConfig(grid=grid, experts=case.experts))
         ids = torch.randint(2, config.get_text_config(decoder=True).vocab_size, (ROWS, SEQ))
         return case, train(model, case, ids, torch.ones((), dtype=torch.int64)).ledger
 
