@@ -13,7 +13,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -94,8 +94,7 @@ def parallelize(
         return model, Report(str(config.grid), "one rank, the model is untouched")
     inner = without_peft(model)
     device_type = _check(model, inner, config)
-    plan, layout, experts, rows = _plan(inner, config)
-    state = _apply(inner, plan, layout, experts, rows, config, device_type)
+    state = _apply(inner, _plan(inner, config), config, device_type)
     for either in (inner, model):
         vars(either)["compile"] = functools.partial(compile_regions, state, inner)
     return model, state.report
@@ -130,7 +129,16 @@ def _check(model: nn.Module, inner: nn.Module, config: AxonnConfig) -> str:
     return device_type
 
 
-def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutChoice, ExpertChoice, RowsChoice]:
+class _Decisions(NamedTuple):
+    """All that the second phase decides and the third one does."""
+
+    plan: ShardingPlan
+    layout: LayoutChoice
+    experts: ExpertChoice
+    rows: RowsChoice
+
+
+def _plan(model: nn.Module, config: AxonnConfig) -> _Decisions:
     """Second phase: decide how the model is sharded, and refuse what does not fit. Changes and communicates nothing.
 
     Raises:
@@ -157,21 +165,15 @@ def _plan(model: nn.Module, config: AxonnConfig) -> tuple[ShardingPlan, LayoutCh
         if any(True for _ in four_bit_modules(model)):
             check_four_bit(model, weight_kinds(model, plan), config.grid)
         experts = choose_experts(model, config.grid, requested=config.experts)
-        return plan, choose_layout(model, plan, y=config.grid.y, requested=config.layout), experts, rows
+        layout = choose_layout(model, plan, y=config.grid.y, requested=config.layout)
+        return _Decisions(plan, layout, experts, rows)
 
 
-def _apply(
-    model: nn.Module,
-    plan: ShardingPlan,
-    layout: LayoutChoice,
-    experts: ExpertChoice,
-    rows: RowsChoice,
-    config: AxonnConfig,
-    device_type: str,
-) -> ShardedModel:
+def _apply(model: nn.Module, decided: _Decisions, config: AxonnConfig, device_type: str) -> ShardedModel:
     """Third phase: change the model. Collectives: as `parallelize`, but for those of `_check`."""
     _prepare_process()
     mesh = grid_mesh(config.grid, device_type)
+    plan, layout, experts, rows = decided
     if experts.moves:
         mesh.open_group(DISPATCH)
     second_scales = pack_four_bit(model)
@@ -180,7 +182,7 @@ def _apply(
     report = Report(str(config.grid), plan.summary(), layout.reason, rows.reason, experts.reason)
     state = ShardedModel(mesh, config, model, report=report, features=layout.features, names=list(before))
     with without_wrappers(model):
-        _shard(model, plan, layout, experts, rows, state)
+        _shard(model, decided, state)
     model.axonn = state
     after = set(model.parameters())
     for parameter in [reference() for reference in before.values()]:
@@ -204,15 +206,9 @@ def _prepare_process() -> None:
     watch_peft()
 
 
-def _shard(
-    model: nn.Module,
-    plan: ShardingPlan,
-    layout: LayoutChoice,
-    experts: ExpertChoice,
-    rows: RowsChoice,
-    state: ShardedModel,
-) -> None:
+def _shard(model: nn.Module, decided: _Decisions, state: ShardedModel) -> None:
     """Divide the model into stages, shard its parameters and install the sharded layers. No communication."""
+    plan, layout, experts, rows = decided
     kinds, stages = weight_kinds(model, plan, experts=experts.kind), None
     if state.grid.pipe > 1:
         plan, stages = divide(model, plan, state)

@@ -46,8 +46,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> tuple[object
 def engine_on_one_rank(model: nn.Module) -> nn.Module:
     """The engine's sharded layers and loss on a model that is not sharded. Needs torch.distributed with one rank."""
     inner, config = without_peft(model), AxonnConfig(grid=Grid())
-    plan, layout = parallelize._plan(inner, config)
-    parallelize._apply(inner, plan, layout, config, next(model.parameters()).device.type)
+    parallelize._apply(inner, parallelize._plan(inner, config), config, next(model.parameters()).device.type)
     return model
 
 
