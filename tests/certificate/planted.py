@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_axonn.certificate import worker
@@ -289,42 +291,33 @@ def ungathered_by_deepspeed() -> None:
     stage_1_and_2.all_gather_dp_groups = lambda **_: None
 
 
-def positions_in_wrong_order() -> None:
-    """Ranks of context number their positions as if the parts of a row were dealt from its end."""
+def _deal(dealt: Callable[[int, int], Tensor]) -> None:
+    """Let ranks of context number positions in the order `dealt(ranks, positions of a rank)`."""
     stock = context_parallel._rows_of
 
     def rows_of(*args):
         rows = stock(*args)
-        parts, length = rows.parts, rows.own_length
-        dealt = torch.arange(parts * length).view(parts, length).flip(0).flatten()[: rows.length]
+        order = dealt(rows.parts, rows.own_length)[: rows.length].clamp(max=rows.length - 1)
         whole, take = rows.position_ids, rows.take
-
-        def take_dealt(tensor, fill=0):
-            return take(whole[:, dealt.clamp(max=rows.length - 1)] if tensor is whole else tensor, fill)
-
-        rows.__dict__["take"] = take_dealt
+        rows.__dict__["take"] = lambda tensor, fill=0: take(whole[:, order] if tensor is whole else tensor, fill)
         return rows
 
     context_parallel._rows_of = rows_of
+
+
+def positions_in_wrong_order() -> None:
+    """Ranks of context number their positions as if the parts of a row were dealt from its end."""
+    _deal(lambda parts, length: torch.arange(parts * length).view(parts, length).flip(0).flatten())
 
 
 def stripes_in_wrong_order() -> None:
     """Ranks of context number the second of their stripes as if these were dealt in the order of the ranks."""
-    stock = context_parallel._rows_of
 
-    def rows_of(*args):
-        rows = stock(*args)
-        first, second = torch.arange(2 * rows.parts * rows.stripe).view(2, rows.parts, rows.stripe)
-        dealt = torch.cat([first, second.flip(0)]).flatten()[: rows.length]
-        whole, take = rows.position_ids, rows.take
+    def dealt(parts: int, length: int) -> Tensor:
+        first, second = torch.arange(parts * length).view(2, parts, length // 2)
+        return torch.cat([first, second.flip(0)]).flatten()
 
-        def take_dealt(tensor, fill=0):
-            return take(whole[:, dealt.clamp(max=rows.length - 1)] if tensor is whole else tensor, fill)
-
-        rows.__dict__["take"] = take_dealt
-        return rows
-
-    context_parallel._rows_of = rows_of
+    _deal(dealt)
 
 
 def label_lost_at_the_cut() -> None:

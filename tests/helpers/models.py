@@ -25,6 +25,19 @@ AutoConfig.register("unlisted", UnlistedConfig)
 AutoModelForCausalLM.register(UnlistedConfig, UnlistedForCausalLM)
 
 BLOCKWISE = ("llama", "smollm2", "mistral", "qwen2", "qwen3")
+# Of a tiny DeepSeek-V3, but for its number of routed experts.
+DEEPSEEK = dict(
+    n_group=2,
+    topk_group=1,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=4,
+    v_head_dim=4,
+    num_key_value_heads=12,
+)
 
 
 def tiny_config(kind: str, **changes):

@@ -29,7 +29,7 @@ from hf_axonn.layers.moe import Experts, is_experts
 from tests.helpers.devices import few_foreign_on_gpus, rank_device
 from tests.helpers.equality import Case, compare, exact, fit, rows_of, too_large
 from tests.helpers.float64 import checkpointed, largest_difference, relative_errors
-from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.models import DEEPSEEK, tiny_batch, tiny_model
 from tests.helpers.ranks import fake_mesh, run_ranks
 
 
@@ -49,16 +49,7 @@ KINDS = {
     "gpt_oss": dict(num_local_experts=4, intermediate_size=21, attention="eager", sliding_window=5, **ROUTED),
     "deepseek_v3": dict(
         n_routed_experts=4,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=4,
-        num_key_value_heads=12,
+        **DEEPSEEK,
     ),
     "llama4_text": dict(
         num_local_experts=4, intermediate_size=21, intermediate_size_mlp=40, interleave_moe_layer_step=1

@@ -132,10 +132,10 @@ def _reads(cases):
         model, _ = parallelize(make("mixtral", output_router_logits=False).train(), config=moved(Grid(z=2)))
         if reentrant is not None:
             checkpointed(model, reentrant=reentrant)
-        mine = rows_of(tiny_batch(8, 7), Grid(z=2), dist.get_rank())
+        own = rows_of(tiny_batch(8, 7), Grid(z=2), dist.get_rank())
         kinds = []
         with exact(), observe(lambda name, size, group: kinds.append(name)):  # noqa: B023
-            loss = model(**mine).loss
+            loss = model(**own).loss
             forward = kinds.count("exchange")
             loss.backward()
         layers.find_routes = find
@@ -215,9 +215,9 @@ def test_the_experts_of_any_module_can_move():
 def _evaluated(batch, expected):
     for grid in (Grid(z=2, x=2), Grid(data=2, z=2)):
         model, _ = parallelize(make("qwen3_moe"), config=moved(grid))
-        mine = rows_of(batch, grid, dist.get_rank())
+        own = rows_of(batch, grid, dist.get_rank())
         with exact(), torch.no_grad():
-            ours = model(**mine)
+            ours = model(**own)
         torch.testing.assert_close(ours.logits, rows_of({"logits": expected.logits}, grid, dist.get_rank())["logits"])
         torch.testing.assert_close(ours.aux_loss, expected.aux_loss, rtol=1e-6, atol=0)
 

@@ -21,7 +21,7 @@ from hf_axonn.topology.experts import own_experts
 from tests.helpers.equality import exact, rows_of
 from tests.helpers.event_files import scalars
 from tests.helpers.float64 import checkpointed
-from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.models import DEEPSEEK, tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import collate, token_data, training_options
 
@@ -32,16 +32,7 @@ KINDS = {
     "gpt_oss": dict(num_local_experts=4, intermediate_size=21, attention="eager"),
     "deepseek_v3": dict(
         n_routed_experts=6,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=4,
-        num_key_value_heads=12,
+        **DEEPSEEK,
     ),
 }
 NUMBERS = ("experts/load_imbalance", "experts/rank_imbalance", "experts/router_entropy")

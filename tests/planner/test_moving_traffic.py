@@ -19,7 +19,7 @@ from hf_axonn.planner.traffic import volumes as arithmetic
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.profiling.read_shape import shape_of
 from tests.helpers.equality import rows_of
-from tests.helpers.models import tiny_batch, tiny_config, tiny_model
+from tests.helpers.models import DEEPSEEK, tiny_batch, tiny_config, tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.traffic_counter import count_traffic
 
@@ -30,16 +30,7 @@ KINDS = {
     "gpt_oss": dict(num_local_experts=6, num_experts_per_tok=3, intermediate_size=24),  # Linear by Linear
     "deepseek_v3": dict(
         n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=4,
-        num_key_value_heads=12,
+        **DEEPSEEK,
         **SIZES,
     ),
 }

@@ -36,6 +36,7 @@ from transformers.utils import logging
 
 from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.architectures.plan import ShardingPlan, is_per_token_experts, plan_for
+from hf_axonn.cli.survey import GRIDS
 from hf_axonn.config import AxonnConfig
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.parallel.context_parallel import choose_rows
@@ -47,16 +48,6 @@ from tests.helpers.float64 import relative_errors
 from tests.helpers.ranks import run_ranks
 
 
-GRIDS = {
-    "x2": Grid(x=2),
-    "y2": Grid(y=2),
-    "z2": Grid(z=2),
-    "data2": Grid(data=2),
-    "x2y2": Grid(x=2, y=2),
-    "x2z2": Grid(x=2, z=2),
-    "y2z2": Grid(y=2, z=2),
-    "x2y2z2": Grid(x=2, y=2, z=2),
-}
 OF_CONTEXT = {  # surveyed by themselves: many types are refused there
     "z2c2": AxonnConfig(grid=Grid(z=2, context=2)),
     "z2c2keys": AxonnConfig(grid=Grid(z=2, context=2), context_attention="keys"),

@@ -337,10 +337,10 @@ def compare(case: Case, outcome: Outcome, rank: int = 0) -> tuple[list[str], boo
     """What the planner says beside what was counted, as Markdown, and whether they agree."""
     layout = case.shape.layout(case.grid)
     with rounded_rows(case):
-        said = volumes(case.shape, case.grid, case.step, layout=layout, rank=rank)
+        predicted = volumes(case.shape, case.grid, case.step, layout=layout, rank=rank)
     needed = memory(case.shape, case.grid, case.step, layout=layout)
     trained, size = needed.trained, case.step.param_bytes  # of adapters, too, that is float32
-    same = outcome.ledger.entries == said.entries
+    same = outcome.ledger.entries == predicted.entries
     exact = {
         "parameters": (needed.parameters * size, outcome.parameters),
         "gradients": (trained * size, outcome.gradients),
@@ -357,7 +357,7 @@ def compare(case: Case, outcome: Outcome, rank: int = 0) -> tuple[list[str], boo
         f"{rank}: {case.rows} row(s) of {case.seq:,} tokens, bf16 on fp32 weights, checkpointing "
         f"{'on' if case.checkpointing else 'off'}; simulated in {outcome.seconds:.0f} s.",
         "",
-        f"Collectives of a step: {outcome.ledger.calls():,} counted, {said.calls():,} predicted; "
+        f"Collectives of a step: {outcome.ledger.calls():,} counted, {predicted.calls():,} predicted; "
         f"{'the same, each kind, axis and byte' if same else 'NOT THE SAME'}.",
         "",
         "```",
