@@ -319,6 +319,7 @@ def waiting(tmp_path: Path, whom: str, by: str) -> Ended:
     return forked(tmp_path, None, *TORCHRUN, "--nproc_per_node=2", "waits.py", ROOT, whom, by, linger=60)
 
 
+@pytest.mark.slow
 def test_torchrun_ends_the_other_rank_but_not_before_the_message_of_one_that_was_killed(tmp_path):
     """It sends SIGTERM a tenth of a second after one has died."""
     ended = waiting(tmp_path, "rank", "SIGKILL")

@@ -58,6 +58,7 @@ def test_kinds_of_attention_on_two_ranks():
     assert not errors([with_way(case) for case in FAMILIES], TWO)
 
 
+@pytest.mark.slow
 def test_context_beside_each_other_axis():
     assert not errors([with_way(of_model("llama", steps=3))], FOUR)
 

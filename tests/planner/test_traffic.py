@@ -189,7 +189,10 @@ def test_a_training_step_issues_what_volumes_says(world, often, monkeypatch):
             assert not wrong, f"rank {rank} on {where}, {case}: (counted, said) of {wrong}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name.startswith(("LoRA,", "LoRA ")) else name for name in CASES],
+)
 def test_rows_over_context_send_what_volumes_says(name, monkeypatch):
     """On grids in this process, of which one rank is there: the last, which fills up a position of 7."""
     monkeypatch.setattr(head_chunks, "CHUNK_LOGITS", 1500)
