@@ -376,7 +376,7 @@ def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
 
 
 def _divided_statistics(model, rows: Sequence[Sequence[int]], targets: Tensor) -> tuple[Tensor, ...]:
-    """Same as `_statistics` of whole rows whose positions context divides: a rank forms the logits of its own. One
+    """Compute `_statistics` of whole rows whose positions context divides: a rank forms the logits of its own. One
     forward pass."""
     tokens, longest = _right_aligned(rows, targets.device), targets.shape[1]
     options = _options(model, tokens, [longest - len(row) for row in rows])

@@ -341,7 +341,7 @@ def document_that_sees_its_neighbour() -> None:
 
 
 def lost_token() -> None:
-    """What the experts have made of the first token of rank 1 does not come back."""
+    """Lose on the way back what the experts have made of the first token of rank 1."""
     stock = token_routes.Routes.add_up
 
     def add_up(self, values):

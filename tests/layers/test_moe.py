@@ -466,7 +466,7 @@ def test_a_rank_reads_only_its_slices_of_every_expert_on_every_grid(folder):
 
 
 def _round_trip(folder):
-    """Of experts that lie in one way, read where they lie in the other, and with the state of an optimizer."""
+    """Experts saved in one way are read where they lie in the other, with the state of an optimizer."""
     plain = dict(AutoModelForCausalLM.from_pretrained(folder / "mixtral").named_parameters())
     trips = [(gathered(FOUR[1]), moved(Grid(y=4))), (moved(FOUR[1]), gathered(Grid(z=4)))]
     for number, (one, other) in enumerate(trips):

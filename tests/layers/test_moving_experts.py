@@ -51,7 +51,7 @@ def case(kind, name="", **options):
 
 
 def test_moved_experts_equal_one_process():
-    """On ranks of two, of one and of no expert, cut by blocks and Linear by Linear; the larger part is below."""
+    """Ranks have two, one or no expert, cut by blocks and Linear by Linear; the larger part is below."""
     again = functools.partial(checkpointed, reentrant=False)
     short = {"num_hidden_layers": 1}
     assert not errors(
@@ -206,7 +206,7 @@ def test_shards_of_no_and_of_few_experts_are_exported_and_read(tmp_path):
 
 
 def test_the_experts_of_any_module_can_move():
-    """Of one without a config, too, where the report does not know how many bytes travel."""
+    """A module without a config moves, too; the report does not know how many bytes travel."""
     choice = choose_experts(nn.Sequential(Called()), Grid(z=2, x=2), requested="auto")
     assert choice.moves and choice.reason.endswith("tokens travel: a token to at most 4")
     assert choose_experts(nn.Linear(3, 4), Grid(z=2), requested="move") == ExpertChoice(WeightKind.EXPERTS)

@@ -122,7 +122,7 @@ def in_chunks(monkeypatch):
 
 @pytest.mark.parametrize("way", ["heads", "keys"])
 def test_chunks_of_queries(monkeypatch, way):
-    """Of a mask of documents for sdpa, of windows and soft caps, of sinks, and of two kinds of checkpoints."""
+    """Chunks have a mask of documents for sdpa, windows and soft caps, sinks, and two kinds of checkpoints."""
     in_chunks(monkeypatch)
     chosen = {"packed rows", "sliding window, eager", "reentrant checkpointing, two shapes", "left padding"}
     cases = [case for case in HERE if case.name in chosen]
@@ -150,7 +150,7 @@ def test_a_layer_gathers_its_keys_and_values_once():
 
 
 def ways():
-    """What is said where context does not divide the heads."""
+    """The report says so where context does not divide the heads."""
     grid = TWO[0]
     model = functools.partial(tiny_model, "llama", num_attention_heads=9, num_key_value_heads=3, hidden_size=36)
     _, report = parallelize(model(), grid)
@@ -167,7 +167,7 @@ def test_heads_that_context_does_not_divide_stay_together():
 
 
 def flash(module, query, key, value, padding, scaling, sliding_window=None, position_ids=None, **options):
-    """As flash attention, in float64: the last query of each document sees its last key."""
+    """Attend as flash attention does, in float64: the last query of each document sees its last key."""
     queries, keys = (options.get(f"cu_seq_lens_{name}") for name in "qk")
     if queries is None:
         assert position_ids is None and padding is None

@@ -62,7 +62,7 @@ def test_rows_are_the_mean_over_all_sets_of_experts(number, chosen, grid):
 
 
 def test_where_tokens_travel_no_weight_of_an_expert_does():
-    """Of data and z, gradients of experts are averaged over data alone."""
+    """Gradients of experts are averaged over data alone, not over z."""
     grid = Grid(data=2, z=3, x=2)
     gathered, moving = (volumes(place_experts(MODEL, grid, way), grid, STEP) for way in ("gather", "move"))
     weights = MODEL.experts[0].weights

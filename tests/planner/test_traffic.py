@@ -205,8 +205,12 @@ def test_rows_over_context_send_what_volumes_says(name, monkeypatch):
         divided = replace(case, step=case.step | setting, config=case.config | setting)
         for layout in layouts_on(grid, often=False):
             with world(grid, grid.size - 1):
-                ours, its = counted(divided, grid, layout).entries, said(divided, grid, layout).entries
-            wrong = {key: (ours.get(key), its.get(key)) for key in {*ours, *its} if ours.get(key) != its.get(key)}
+                ours, expected = counted(divided, grid, layout).entries, said(divided, grid, layout).entries
+            wrong = {
+                key: (ours.get(key), expected.get(key))
+                for key in {*ours, *expected}
+                if ours.get(key) != expected.get(key)
+            }
             assert not wrong, f"{grid} {layout} {way}: (counted, said) of {wrong}"
             exchanged = any(key.kind == "all_to_all" and "y" not in key.axes for key in ours)
             assert exchanged == (way == "heads")
