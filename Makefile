@@ -21,13 +21,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # the module: spread over both workers they would be made twice.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo install test test-slow test-gpu test-versions gpu kit rehearsal mutants lint format docs picture wheel clean
+.PHONY: help demo install test test-slow test-gpu test-versions test-newest gpu kit rehearsal mutants lint format docs picture wheel clean
 
 help:
 	@echo "make demo       train a language model on Wikipedia articles over a 4D grid, with and without the goldfish"
 	@echo "                loss, and measure what it memorized; the reports are runs/demo/report.md and report.html"
 	@echo "make test       the tests; make test-slow and make test-gpu run those that it leaves out"
 	@echo "make test-versions   a short suite with other releases of the libraries, an environment each (docs/versions.md)"
+	@echo "make test-newest     the same suite and the survey of model types with the newest releases, ranges ignored"
 	@echo "make gpu        everything that only GPUs can tell, tested and measured, in one page (docs/gpu.md)"
 	@echo "make kit        the wheels that a machine without a network needs beside what it has (docs/clusters.md);"
 	@echo "                make rehearsal runs make gpu's smoke size on such a machine, made here"
@@ -60,6 +61,10 @@ test-gpu: $(STAMPS)/dev
 # Goes on where it stopped; ARGS=oldest runs one environment, ARGS=--lend installs nothing but the releases that differ.
 test-versions: $(STAMPS)/dev
 	$(BIN)/python -m tests.versions.environments $(addprefix --pip=,$(PIP_ARGS)) $(ARGS)
+
+# ARGS=--lend installs nothing but transformers, accelerate, peft and trl.
+test-newest: $(STAMPS)/dev
+	$(BIN)/python -m tests.versions.newest $(addprefix --pip=,$(PIP_ARGS)) $(ARGS)
 
 # Goes on where it stopped. ARGS="--minutes 9" ends in time, "--parts lora" runs some parts, "--size smoke" all, tiny.
 gpu: $(STAMPS)/dev

@@ -27,7 +27,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.compat.versions import bounds, requirements
+from packaging.requirements import Requirement
+
+from hf_axonn.compat.versions import SWITCH, bounds, requirements, requires
 from tests.helpers import ROOT
 
 
@@ -73,17 +75,21 @@ def pins(asked: dict[str, str]) -> list[str]:
     return [f"{name}=={release}.*" for name, release in asked.items() if name != "python"]
 
 
-def make(folder: Path, asked: dict[str, str], pip_arguments: list[str], *, lend: bool) -> Path:
+def make(folder: Path, asked: dict[str, str] | None, pip_arguments: list[str], *, lend: bool) -> Path:
     """A virtual environment; returns its interpreter.
+
+    Args:
+        asked: minor releases by name, or None for the newest releases that pip has, whatever setup.cfg allows.
 
     Raises:
         FileNotFoundError: there is no such Python.
         subprocess.CalledProcessError: pip cannot install what is asked for.
     """
-    base = sys.executable if lend or "python" not in asked else shutil.which(f"python{asked['python']}")
+    named = (asked or {}).get("python")
+    base = sys.executable if lend or named is None else shutil.which(f"python{named}")
     if base is None:
-        raise FileNotFoundError(f"there is no python{asked['python']}")
-    asked = NEWEST | asked
+        raise FileNotFoundError(f"there is no python{named}")
+    packages = list(VARIED if lend else LIBRARIES) if asked is None else pins(NEWEST | asked)
     subprocess.run([base, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pip_arguments]
@@ -91,20 +97,34 @@ def make(folder: Path, asked: dict[str, str], pip_arguments: list[str], *, lend:
         # Python does not read .pth files of such a path, so that the editable install there stays inactive.
         purelib = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
         Path(purelib, "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        subprocess.run([*install, "--no-deps", "--ignore-installed", *pins(asked)], check=True)
+        subprocess.run([*install, "--no-deps", "--ignore-installed", *packages], check=True)
+        subprocess.run([*install, "--no-deps", "--editable", "."], check=True, cwd=ROOT)
+    elif asked is None:
+        others = [text for text in requires("hf_axonn") if _belongs(Requirement(text), ("", "data", "eval"))]
+        subprocess.run([*install, *packages, *others, *TESTS], check=True)
         subprocess.run([*install, "--no-deps", "--editable", "."], check=True, cwd=ROOT)
     else:
         # Not the extra peft, which holds Transformers back: peft is one of the pins.
-        subprocess.run([*install, "--editable", ".[data,trl,eval]", *TESTS, *pins(asked)], check=True, cwd=ROOT)
+        subprocess.run([*install, "--editable", ".[data,trl,eval]", *TESTS, *packages], check=True, cwd=ROOT)
     return python
 
 
-def tried(python: Path, scratch: Path) -> dict[str, Any]:
+def _belongs(requirement: Requirement, extras: tuple[str, ...]) -> bool:
+    """Whether a requirement is one of these extras ("" for none), and not a library that the table varies."""
+    marker = requirement.marker
+    return requirement.name not in LIBRARIES and (
+        marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)
+    )
+
+
+def variables() -> dict[str, str]:
+    """Environment variables of what runs in one of these environments."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", SWITCH)}
+    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def tried(python: Path, scratch: Path, environment: dict[str, str]) -> dict[str, Any]:
     """What an environment has, and what the suite says in it."""
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "AXONN_CHECK_VERSIONS")
-    }
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     ask = [python, "-c", VERSIONS, *LIBRARIES]
     releases = json.loads(subprocess.run(ask, check=True, capture_output=True, env=environment).stdout)
     report, begin = scratch / "report.xml", time.monotonic()
@@ -192,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"not run: {problem}", flush=True)
                 wrong = True
                 continue
-            result = tried(python, Path(scratch))
+            result = tried(python, Path(scratch), variables())
         wrong |= bool(result["failed"])
         if options.check:
             continue

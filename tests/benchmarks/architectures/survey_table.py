@@ -181,7 +181,7 @@ def update_page(path: Path, rows: list[Row], bound: float) -> None:
     new = {row.model_type: _table_line(row, bound) for row in rows}
     table, *divided = path.read_text().partition(f"\n{DIVIDED_ROWS}")
     lines = table.split("\n")
-    cells = {index: [cell.strip() for cell in line.split("|")] for index, line in enumerate(lines) if line[:2] == "| "}
+    cells = _cells(lines)
     for index, row in cells.items():
         if row[1] in new:
             lines[index] = new[row[1]]
@@ -190,6 +190,17 @@ def update_page(path: Path, rows: list[Row], bound: float) -> None:
     counted = next(index for index, line in enumerate(lines) if " model types: " in line)
     lines[counted] = f"{_count(found)}."
     path.write_text("".join(("\n".join(lines), *divided)))
+
+
+def _cells(lines: list[str]) -> dict[int, list[str]]:
+    """Cells of the lines that are rows of a table, by the number of the line; the first cell is empty."""
+    return {index: [cell.strip() for cell in line.split("|")] for index, line in enumerate(lines) if line[:2] == "| "}
+
+
+def read_verdicts(path: Path) -> dict[str, tuple[str, str]]:
+    """Read (verdict, note) by model type from docs/architectures.md or another file of `markdown`."""
+    table, _, _ = path.read_text().partition(f"\n{DIVIDED_ROWS}")
+    return {row[1]: (row[3], row[8]) for row in _cells(table.split("\n")).values() if row[3] in VERDICTS}
 
 
 def write_page(path: Path, rows: list[Row], grids: list[str], bound: float, seconds: float) -> None:
