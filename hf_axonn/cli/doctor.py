@@ -152,6 +152,8 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
 
     from hf_axonn.compat.torch import fake_world
     from hf_axonn.engine.state import parallel_state
+    from hf_axonn.layers.attention_chunks import LARGEST
+    from hf_axonn.parallel.documents import count_mask_bytes, describe_mask
     from hf_axonn.parallel.parallelize import parallelize
 
     config = _model_config(options.model)
@@ -181,6 +183,9 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
             layout = "feature" if state is not None and state.features > 0 else "token"
     if options.batch is not None:
         _examine_batch(grid, options, findings)
+        # Over context masks are made for a range at a time; and small ones are no concern.
+        if grid.context == 1 and count_mask_bytes(model, options.batch, options.seq) > LARGEST:
+            findings.facts.append(f"packing: {describe_mask(model, options.batch, options.seq)}")
     _examine_memory(launch, options, config.to_dict(), local, layout, findings)
 
 

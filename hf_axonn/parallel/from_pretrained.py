@@ -24,7 +24,7 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.dtensors import local_slices
 from hf_axonn.engine.master_weights import leave_dtype_open
 from hf_axonn.parallel.four_bit import add_second_scales
-from hf_axonn.parallel.parallelize import join_settings, parallelize
+from hf_axonn.parallel.parallelize import KERNELS, join_settings, parallelize
 from hf_axonn.topology.grid import Grid
 
 
@@ -58,9 +58,10 @@ def from_pretrained(
         The model, in eval mode as from_pretrained leaves it, on this rank's device.
     Raises:
         ValueError: there is no grid, or the launch file has another (`AxonnConfig.with_launch`); quantized weights
-            other than bitsandbytes' 4 bits, device_map, tp_plan or ignore_mismatched_sizes among the arguments, an
-            incomplete sharded checkpoint, weights that the checkpoint lacks (they would be filled with numbers that
-            differ from rank to rank) or has in another size; on every rank, if one of them cannot read its slices.
+            other than bitsandbytes' 4 bits, device_map, tp_plan, use_kernels or ignore_mismatched_sizes among the
+            arguments, an incomplete sharded checkpoint, weights that the checkpoint lacks (they would be filled with
+            numbers that differ from rank to rank) or has in another size; on every rank, if one of them cannot read
+            its slices.
     Collectives: those of `parallelize` for a model on the meta device, and of `raise_on_all_ranks`; those of
         `verify_together` for a sharded checkpoint, and of `add_second_scales` in 4 bits.
     """
@@ -89,6 +90,8 @@ def from_pretrained(
             leave_dtype_open(model)
         return model
     check_versions()
+    if kwargs.get("use_kernels") or kwargs.get("kernel_config") is not None:
+        raise ValueError(KERNELS)
     if kwargs.get("ignore_mismatched_sizes"):
         raise ValueError("ignore_mismatched_sizes: every rank would fill such weights with other numbers; omit it.")
     origin = name_or_path

@@ -62,6 +62,11 @@ from hf_axonn.topology.grid import Grid
 
 logger = get_logger(__name__)
 
+KERNELS = (
+    "use_kernels=True and kernel_config replace the forwards of norms, MLPs and experts by kernels that read whole "
+    "weights and activations, which no rank of a grid has: omit them. attn_implementation may be a kernel."
+)
+
 
 def parallelize(
     model: nn.Module, grid: Grid | None = None, *, config: AxonnConfig | None = None
@@ -116,6 +121,8 @@ def _check(model: nn.Module, inner: nn.Module, config: AxonnConfig) -> str:
             "a model on a grid: load the model without tp_plan, the grid shards it."
         )
     refuse_quantized(inner)
+    if getattr(inner, "use_kernels", False):
+        raise ValueError(KERNELS)
     check_adapters(model)
     if config.grid.pipe > 1:
         _check_pipe(model, config.grid)
@@ -218,7 +225,7 @@ def _shard(model: nn.Module, decided: _Decisions, state: ShardedModel) -> None:
     install_layers(model, plan, kinds, state, layout)
     if state.grid.context > 1:
         install_context(state, model, plan, rows)
-    install_documents(model)
+    install_documents(model, state.grid)
     if stages is not None:
         pipeline = Pipeline(state, stages, model)
         state.set_pipeline(pipeline)
@@ -235,7 +242,15 @@ def _replace_methods(model: nn.Module, state: ShardedModel) -> None:
                 vars(model)[count.__name__] = functools.partial(count, model)
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = functools.partial(_refuse_resize, model)
+    if hasattr(model, "set_use_kernels"):
+        model.set_use_kernels = _refuse_kernels
     install_save_pretrained(model)
+
+
+def _refuse_kernels(use_kernels: bool, *_: Any, **__: Any) -> None:
+    """`set_use_kernels` of a sharded model."""
+    if use_kernels:
+        raise ValueError(KERNELS)
 
 
 def _check_device(device_type: str, backend: str) -> None:

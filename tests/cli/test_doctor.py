@@ -221,6 +221,17 @@ def test_ranks_of_context_hold_their_positions_of_a_row(tmp_path, capsys):
     assert "attentions exchange heads for positions" in printed
 
 
+def test_the_mask_of_long_packed_rows_is_named(tmp_path, capsys):
+    command = [*write(tmp_path, even_llama(max_position_embeddings=20_000)), "--batch", "1", "--seq"]
+    assert main([*command, "16384"]) == 0
+    assert "packing: " not in capsys.readouterr().out
+    assert main([*command, "20000"]) == 0
+    line = (
+        "packing: sdpa attends in 1 packed row(s) of 20,000 tokens with a mask of 381.5 MiB; flash_attention_2 needs"
+    )
+    assert line in capsys.readouterr().out
+
+
 def test_linear_by_linear_and_types_that_the_formula_does_not_know(tmp_path, capsys):
     config = tiny_config("unlisted", num_attention_heads=3, num_key_value_heads=3, hidden_size=24, head_dim=8)
     assert main(write(tmp_path, config, grid={"x": 2}, processes=2)) == 1

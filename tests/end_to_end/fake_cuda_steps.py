@@ -34,6 +34,7 @@ from hf_axonn.layers import moe
 from hf_axonn.parallel import batch_check
 from tests.helpers.adapting import adapt
 from tests.helpers.fake_cuda import HostReads, current_stream, fake_gpu, pretend, stream
+from tests.helpers.flash_stub import flash_attention
 from tests.helpers.models import tiny_config
 from tests.helpers.operators import Operators
 
@@ -108,6 +109,16 @@ def context(kind: str, reads: HostReads, way: str = "heads") -> None:
 
 def keys(kind: str, reads: HostReads) -> None:
     context(kind, reads, "keys")
+
+
+def flash(kind: str, reads: HostReads) -> None:
+    """Flash attention, which takes half precision alone, over heads and over context in both ways."""
+    with flash_attention():
+        for grid, way in ((GRID, "auto"), (DIVIDED_ROWS, "heads"), (DIVIDED_ROWS, "keys")):
+            model = make_fake(kind)
+            model.config._attn_implementation_internal = "flash_attention_2"
+            config = AxonnConfig(grid=grid, context_attention=way)
+            train(parallelize(model, config=config)[0], reads)
 
 
 def products(kind: str, reads: HostReads) -> None:
@@ -378,6 +389,7 @@ def streams(kind: str, reads: HostReads) -> None:
 SITUATIONS = dict(
     context=context,
     keys=keys,
+    flash=flash,
     first_stage=stage,
     last_stage=stage,
     zero_bubble=zero_bubble,

@@ -39,6 +39,8 @@ SLOW += [
     "mixtral-context",
     "mixtral-keys",
     "gemma2-keys",
+    "llama-flash",
+    "mistral-flash",
     "gemma2-context",
     "gemma2-zero_bubble",
 ]
@@ -66,6 +68,8 @@ OF_EXPERTS = {
     "many_foreign": 1,  # how many pairs of token and choice are its own
     "one_expert": 2,  # the same, and the range of Transformers' histogram
 }
+# Transformers asks once a pass whether the mask is all ones; on three grids.
+FLASH = 3
 MOVED = 1  # how many tokens travel to and from each rank
 
 
@@ -73,6 +77,7 @@ def budget(name: str) -> dict[str, int]:
     """Host reads by phase: none, but for some experts and reentrant checkpoints."""
     kind, _, situation = name.partition("-")
     forward = OF_EXPERTS.get(situation, MOVED) * EXPERT_LAYERS.get(kind, 0) * MICRO_BATCHES.get(situation, 1)
+    forward += FLASH * (situation == "flash")
     if situation == "evaluate":
         return {"forward": forward}
     agreed = situation == "reentrant"  # whether a gradient came twice, on some rank

@@ -22,6 +22,7 @@ from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine import documents as documents_of_engine
 from hf_axonn.engine.documents import separate_documents, why_documents_mix
+from hf_axonn.parallel.documents import count_mask_bytes, install_documents
 from tests.helpers.equality import exact
 from tests.helpers.float64 import relative_errors
 from tests.helpers.models import tiny_model
@@ -129,6 +130,29 @@ def test_documents_are_apart_in_flex_attention():
     with torch.compiler.set_stance("force_eager"):
         assert changed(model, batch) > 0
         assert changed(model, separate_documents(model, batch)) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "size"),
+    [("llama", "sdpa", 1), ("llama", "eager", 8), ("gemma2", "eager", 2 * 8), ("llama", "flash_attention_2", 0)],
+)
+def test_masks_are_of_each_kind_of_attention(kind, attention, size):
+    model = tiny_model(kind, attention="eager")
+    model.config._attn_implementation_internal = attention
+    assert count_mask_bytes(model, 3, 100) == 3 * 100 * 100 * size
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_the_first_packed_batch_names_the_size_of_its_mask(context, caplog):
+    """Over context no such mask is made."""
+    model = tiny_model("llama").eval()
+    install_documents(model, Grid(z=2, context=context))
+    with caplog.at_level(logging.INFO, logger="hf_axonn"):
+        for name in ("padded", "default"):
+            model(**collated()[name])
+    found = [record.getMessage() for record in caplog.records if "with a mask of" in record.getMessage()]
+    once = ["sdpa attends in 1 packed row(s) of 19 tokens with a mask of 0.0 MiB; flash_attention_2 needs none."]
+    assert found == (once if context == 1 else [])
 
 
 def test_what_is_no_packed_batch_stays_as_it_is():

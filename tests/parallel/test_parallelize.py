@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
-from hf_axonn import Grid, parallelize, sync_gradients
+from hf_axonn import Grid, from_pretrained, parallelize, sync_gradients
 from tests.helpers.float64 import Float64, recompute_in_float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -141,6 +141,15 @@ def _reports_and_refusals() -> None:
         parallelize(model, Grid(y=2, x=2))
     with pytest.raises(ValueError, match="= 8, but 4 process"):
         parallelize(tiny_model("llama"), Grid(x=8))
+    with pytest.raises(ValueError, match=r"use_kernels=True .* omit them. attn_implementation may be a kernel"):
+        model.set_use_kernels(True)
+    model.set_use_kernels(False)
+    with pytest.raises(ValueError, match="use_kernels=True"):
+        from_pretrained("not read", grid=Grid(x=4), use_kernels=True)
+    with_kernels = tiny_model("llama")
+    with_kernels._use_kernels = True
+    with pytest.raises(ValueError, match="use_kernels=True"):
+        parallelize(with_kernels, Grid(x=4))
     quantized = tiny_model("llama")
     quantized.is_quantized = True
     with pytest.raises(ValueError, match="quantized"):

@@ -1,0 +1,90 @@
+"""Attention implementations over a grid: Transformers' flash attention by a stub of the kernels, and flex attention.
+
+Eager attention and sdpa are those of nearly all other tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from hf_axonn import Grid, parallelize
+from tests.end_to_end.test_equivalence import packed, without_cache
+from tests.helpers.equality import Case, compare, full, too_large
+from tests.helpers.flash_stub import flash_attention
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.parallel.test_context_keys import config_of
+from tests.parallel.test_context_parallel import BOUND, GEMMA, TWO
+
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+def with_flash(kind, **changes):
+    model = tiny_model(kind, **changes)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
+
+
+def flash_cases():
+    """Cases on one process, and the same by flash attention on a grid: whole rows, windows, soft caps, packed rows."""
+    window = dict(sliding_window=5)
+    row = {name: value[:1] for name, value in packed().items()}
+    kinds = [("llama", {}, tiny_batch(2, 13), None), ("mistral", window, tiny_batch(2, 13), None)]
+    kinds += [("llama", {}, row, without_cache), ("mistral", dict(sliding_window=2), row, without_cache)]
+    kinds += [
+        (
+            "gemma2",
+            GEMMA | {"sliding_window": 3, "attn_logit_softcapping": 2.0, "attention": "eager"},
+            tiny_batch(2, 13),
+            None,
+        )
+    ]
+    for kind, changes, batch, before in kinds:
+        batch.pop("attention_mask", None)
+        case = Case(f"{kind} {list(batch)}", functools.partial(tiny_model, kind, **changes), [batch])
+        case = dataclasses.replace(case, before=before or case.before)
+        made = functools.partial(with_flash, kind, **changes)
+        yield dataclasses.replace(case, make=made, config=config_of), case.truth()
+
+
+def compare_flash(cases, grids):
+    with flash_attention():
+        return compare(cases, grids)
+
+
+def compare_flex(grids):
+    """Largest difference of logits on each grid; neither compiled nor with a backward pass, which CPUs do not have."""
+    make = functools.partial(tiny_model, "mistral", attention="flex_attention", dtype=torch.float32, sliding_window=5)
+    batch, found = tiny_batch(2, 13), {}
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        truth = make().eval()(**batch).logits
+        for grid in grids:
+            model, _ = parallelize(make().eval(), grid)
+            found[str(grid)] = (full(model(**batch).logits) - truth).abs().max().item() / truth.abs().max().item()
+    return found
+
+
+def compare_both(cases, grids):
+    return compare_flash(cases, grids), compare_flex([grid for grid in grids if grid.context == 1])
+
+
+def test_flash_and_flex_attention_equal_one_process():
+    """By Transformers' own function, over context and over the other axes, whose batches are of one row or of two."""
+    cases = list(flash_cases())
+    table, flex = run_ranks(compare_both, 2, cases, [*TWO, Grid(x=2), Grid(y=2)])[0]
+    assert len(table) == 3 * len(cases) and not too_large(table, BOUND)
+    assert len(flex) == 2 and max(flex.values()) < 1e-6, flex
+
+
+@pytest.mark.slow
+def test_flash_attention_on_four_ranks():
+    cases = list(flash_cases())
+    table = run_ranks(compare_flash, 4, cases, [Grid(z=4, context=4), Grid(x=2, y=2)])[0]
+    assert not too_large(table, BOUND)
+    of_two_rows = [case for case in cases if case[0].batches[0]["input_ids"].shape[0] == 2]
+    assert not too_large(run_ranks(compare_flash, 4, of_two_rows, [Grid(z=2, x=2)])[0], BOUND)
