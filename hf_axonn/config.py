@@ -206,7 +206,7 @@ class AxonnConfig(Settings):
             raise ValueError(f"axonn_config has no grid: write the sizes of the axes, as in {GRID_EXAMPLE}.")
         values = dict(section)
         try:
-            values["grid"] = _grid(section["grid"])
+            values["grid"] = parse_grid(section["grid"])
             if "overlap" in section:
                 values["overlap"] = _overlap(section["overlap"])
             config = cls(**values)
@@ -289,7 +289,12 @@ def _counts(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _grid(sizes: Any) -> Grid:
+def parse_grid(sizes: Any) -> Grid:
+    """Return the grid that a mapping of a launch file means.
+
+    Raises:
+        ValueError: it is no mapping, or has another key than an axis.
+    """
     if sizes == "auto":
         raise ValueError(
             "axonn_config.grid is auto, which only the launcher can resolve, from axonn_config.plan: start with "

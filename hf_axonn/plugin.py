@@ -21,13 +21,14 @@ from typing import Any, Concatenate, ParamSpec
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils.dataclasses import DDPCommunicationHookType
 
-from hf_axonn.accelerator.requests import refuse_other_engines, watch_accelerators
+from hf_axonn.accelerator.requests import read_environment, refuse_other_engines, watch_accelerators
 from hf_axonn.compat.versions import check_versions, refusal
 from hf_axonn.config import PRECISIONS, AxonnConfig, Settings
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, versions
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.upstream_sizes import ACCELERATE_SIZES, grid_with_sizes, read_sizes
 
 
 P = ParamSpec("P")
@@ -60,6 +61,9 @@ class AxonnPlugin(ParallelismConfig):
     Args:
         grid: sizes of the axes; None takes the grid and all settings of the launch file (the environment variable
             AXONN_CONFIG). Under a launch file it must be that of the file.
+        dp_replicate_size, dp_shard_size, tp_size, cp_size: the grid in the words of Accelerate's ParallelismConfig
+            (topology/upstream_sizes.py), whose place this class takes under a launch file; by default those of the
+            environment (PARALLELISM_CONFIG_*), as there.
         overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, experts,
             context_attention, allow_untested, async_save, save_failure, schedule, stages_per_rank, stage_layers: those
             of `config.Settings`.
@@ -73,15 +77,11 @@ class AxonnPlugin(ParallelismConfig):
 
     @_arguments_of(_Arguments)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if stock := [item.name for item in fields(ParallelismConfig) if item.name in kwargs]:
-            raise ValueError(
-                f"ParallelismConfig({stock[0]}=...) and a grid: under a launch file with axonn_config that decides "
-                "what is sharded. Leave the ParallelismConfig out of the script, or axonn_config out of the launch "
-                "file; in code, AxonnPlugin(grid=Grid(...))."
-            )
+        stock = {item.name: kwargs.pop(item.name) for item in fields(ParallelismConfig) if item.name in kwargs}
         given = _Arguments(*args, **kwargs)
         settings = {item.name: getattr(given, item.name) for item in fields(Settings)}
-        if given.grid is None:
+        grid = _grid_of_stock(stock, given.grid)
+        if grid is None:
             config = AxonnConfig.with_launch(None, "AxonnPlugin")
             unread = [name for name, value in settings.items() if value != getattr(Settings, name)]
             if unread:
@@ -90,7 +90,7 @@ class AxonnPlugin(ParallelismConfig):
                     f"{unread[0]} there, under axonn_config, or pass grid=Grid(...) as well."
                 )
         else:
-            config = AxonnConfig.with_launch(AxonnConfig(grid=given.grid, **settings), "AxonnPlugin")
+            config = AxonnConfig.with_launch(AxonnConfig(grid=grid, **settings), "AxonnPlugin")
         self.config = config
         if config.grid.size > 1:
             check_versions()
@@ -174,6 +174,25 @@ class AxonnPlugin(ParallelismConfig):
                 "travel is reduce_dtype under axonn_config."
             )
         bind(accelerator, self)
+
+
+def _grid_of_stock(stock: dict[str, Any], grid: Grid | None) -> Grid | None:
+    """Return the grid that arguments of a stock ParallelismConfig mean, or that its variables mean without a launch
+    file; `grid` where there are none.
+
+    Raises:
+        ValueError: they mean another grid than `grid`, or an argument is none of the sizes.
+    """
+    handlers = [name for name, value in stock.items() if name not in ACCELERATE_SIZES and value is not None]
+    if unread := [name for name in handlers if not name.endswith("_backend")]:
+        raise ValueError(
+            f"ParallelismConfig({unread[0]}=...) sets what a grid does in its own way: omit it. context_attention "
+            "(AxonnPlugin, axonn_config) says how attention sees rows that context divides."
+        )
+    sizes = read_sizes(stock)
+    if not sizes and grid is None and AxonnConfig.from_env() is None:
+        return grid_with_sizes(read_environment(), grid, "the environment")
+    return grid_with_sizes(sizes, grid, "ParallelismConfig")
 
 
 def install_default() -> None:

@@ -1,7 +1,7 @@
 """Requests that a grid would not fulfil are refused, with the names of both.
 
 Accelerate reads the same environment for every engine, and takes what it does not use without a word: an FSDP plugin
-beside a grid, the sizes of its own ParallelismConfig, the grid of a second Accelerator. A run that asks for something
+beside a grid, the grid of a second Accelerator. A run that asks for something
 should get it or an error. Settings of DistributedDataParallel that change no result (find_unused_parameters,
 static_graph, bucket_cap_mb, broadcast_buffers, gradient_as_bucket_view) are fulfilled by doing nothing.
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hf_axonn.compat.accelerate import check_arguments, parallelism_in_use
 from hf_axonn.config import AxonnConfig, Settings
 from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.upstream_sizes import PREFIX, grid_with_sizes, read_sizes
 
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ ENGINES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed (deepspeed_plugin, TrainingArguments(deepspeed=...), deepspeed_config)",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM (megatron_lm_plugin, megatron_lm_config)",
 }
-SIZES = tuple(f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"))
 TRAINER_SETTINGS = ("async_save", "save_failure")  # settings that Trainer reads, and not the model
 ON = ("1", "true", "yes", "y", "t", "on")
 
@@ -37,7 +37,7 @@ def refuse_other_engines(grid: Grid, environ: Mapping[str, str] = os.environ) ->
     """Refuse what the environment asks of other engines; a plugin object of Accelerate sets it, too. No communication.
 
     Raises:
-        ValueError: another engine is turned on, or a size of Accelerate's own ParallelismConfig is not 1.
+        ValueError: another engine is turned on, or the sizes of a ParallelismConfig mean another grid.
     """
     for variable, engine in ENGINES.items():
         if environ.get(variable, "").lower() in ON:
@@ -45,13 +45,16 @@ def refuse_other_engines(grid: Grid, environ: Mapping[str, str] = os.environ) ->
                 f"{variable}={environ[variable]} asks for {engine}, and AxonnPlugin for the grid {grid}, which shards "
                 "the model itself: omit one of them."
             )
-    for variable in SIZES:
-        if environ.get(variable, "1") not in ("", "1"):
-            raise ValueError(
-                f"{variable}={environ[variable]} asks for Accelerate's own ParallelismConfig, and AxonnPlugin for the "
-                f"grid {grid}: unset the variable (--{variable.lower()} of accelerate launch, parallelism_config of "
-                "the launch file), and write sizes as axes of the grid."
-            )
+    grid_with_sizes(read_environment(environ), grid, f"the environment ({PREFIX.upper()}*)")
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """Return the sizes of a ParallelismConfig that the environment has, as Accelerate reads them.
+
+    Raises:
+        ValueError: one is not a whole number of at least 1.
+    """
+    return read_sizes({name.lower(): value for name, value in environ.items()}, PREFIX)
 
 
 def watch_accelerators() -> None:

@@ -23,6 +23,7 @@ from hf_axonn.compat.versions import bounds, check_versions, requirements
 from hf_axonn.config import LAUNCH_FILE, VARIABLE
 from hf_axonn.launch.failed_ranks import shorten_child_failures
 from hf_axonn.launch.launch_file import SECTION, check_spelling, resolve
+from hf_axonn.topology.upstream_sizes import PREFIX
 
 
 CONFIG_OPTIONS = ("config", "config_file")
@@ -85,7 +86,9 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     for note in launch.notes:
         print(f"hf_axonn: {note}", file=sys.stderr)
     os.environ.update(launch.environment, **{LAUNCH_FILE: str(given or path)})
-    return command.without("cpu", *CONFIG_OPTIONS).arguments(f"--config_file={write_temporary(launch.settings)}")
+    upstream = [name for name in command.values() if name.startswith(PREFIX)]
+    remaining = command.without("cpu", "use_parallelism_config", *upstream, *CONFIG_OPTIONS)
+    return remaining.arguments(f"--config_file={write_temporary(launch.settings)}")
 
 
 @dataclass(frozen=True)

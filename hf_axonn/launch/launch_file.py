@@ -14,26 +14,27 @@ from difflib import get_close_matches
 from glob import glob
 from typing import Any
 
-from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig
+from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig, parse_grid
 from hf_axonn.launch.gpu_settings import gpu_settings, has_nvidia
 from hf_axonn.planner.from_settings import resolve_auto
 from hf_axonn.profiling.read_shape import read_shape
+from hf_axonn.topology.upstream_sizes import ACCELERATE_SIZES, PREFIX, grid_with_sizes, read_sizes
 
 
 SECTION = "axonn_config"
+UPSTREAM_SECTION = "parallelism_config"  # Accelerate's own, whose sizes mean a grid
 # Other ways to run or to split a model, each with its switch on the command line.
 REFUSED_SECTIONS = {
     "fsdp_config": "use_fsdp",
     "deepspeed_config": "use_deepspeed",
     "megatron_lm_config": "use_megatron_lm",
-    "parallelism_config": "use_parallelism_config",
     "mpirun_config": "mpirun_hostfile",
     "fp8_config": "fp8_backend",
 }
 # Options of accelerate launch that only these read.
 OTHERS_OPTIONS = (
     *("fsdp_", "deepspeed_", "zero_stage", "zero3_", "offload_", "gradient_accumulation_steps", "gradient_clipping"),
-    *("megatron_lm_", "parallelism_config_", "fp8_", "mpirun_"),
+    *("megatron_lm_", "fp8_", "mpirun_"),
 )
 # Of drivers that torch.cuda needs: NVIDIA's, on Jetson too, AMD's, and Windows' under WSL.
 DRIVER_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
@@ -76,9 +77,10 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     """
     _refuse(settings, options)
     num_processes, num_machines = _processes(settings, options)
-    section, planned = settings[SECTION], []
+    section, planned, upstream = settings[SECTION], [], []
     precision = _precision(settings, options)
     if isinstance(section, Mapping):
+        section, upstream = _join_parallelism_config(section, settings, options)
         section, planned = resolve_auto(section, num_processes, mixed_precision=precision, read=read_shape)
     config = AxonnConfig.from_mapping(section, num_processes=num_processes)
     if config.residual_dtype == "bfloat16" and precision != "bf16":
@@ -86,7 +88,7 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
             f"axonn_config.residual_dtype is bfloat16, but mixed_precision is {precision!r}: write bf16, or omit "
             "residual_dtype."
         )
-    kept = {key: value for key, value in settings.items() if key not in (SECTION, "fp16")}
+    kept = {key: value for key, value in settings.items() if key not in (SECTION, UPSTREAM_SECTION, "fp16")}
     # YAML reads an unquoted no as false, where accelerate expects the word. What the command line says counts for it.
     kept["mixed_precision"] = _precision(settings, {})
     kept["num_processes"], kept["num_machines"] = num_processes, num_machines
@@ -96,7 +98,7 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
 
     kind = _distributed_type(settings, options, num_processes)
     use_cpu, notes = _use_cpu(settings, options, kind, num_processes)
-    notes = planned + notes
+    notes = upstream + planned + notes
     if use_cpu and precision == "fp16":
         raise ValueError("mixed_precision is 'fp16', which accelerate ignores on CPUs: write bf16, or 'no'.")
     environment = {VARIABLE: config.to_json()}
@@ -138,6 +140,40 @@ def _refuse(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> N
     precision = _precision(settings, options)
     if precision not in PRECISIONS:
         raise ValueError(f"mixed_precision is {precision!r}, which is not supported yet: write bf16, fp16 or 'no'.")
+
+
+def _join_parallelism_config(
+    section: Mapping[str, Any], settings: Mapping[str, Any], options: Mapping[str, str | None]
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Give axonn_config the grid that Accelerate's parallelism_config means; options hold over the file.
+
+    Returns:
+        (axonn_config, sentences for the user).
+    Raises:
+        ValueError: both name a grid, and another one; or a size is none.
+    """
+    upstream = settings.get(UPSTREAM_SECTION) or {}
+    wrong = (
+        [key for key in upstream if not str(key).startswith(PREFIX)] if isinstance(upstream, Mapping) else [upstream]
+    )
+    if wrong:
+        raise ValueError(f"{UPSTREAM_SECTION} holds {wrong[0]!r}, but its keys are {PREFIX}tp_size and so on.")
+    given = {**upstream, **{name: value for name, value in options.items() if name.startswith(PREFIX)}}
+    sizes, written, grid = read_sizes(given, PREFIX), section.get("grid"), None
+    if isinstance(written, Mapping):
+        grid = parse_grid(written)
+    elif written is not None and max(sizes.values(), default=1) > 1:
+        raise ValueError(
+            f"{UPSTREAM_SECTION} has sizes, and axonn_config has grid: {written}, which may choose others: omit one "
+            "of them."
+        )
+    meant = grid_with_sizes(sizes, grid, UPSTREAM_SECTION)
+    if meant is None or meant == grid:
+        return section, []
+    notes = [f"{UPSTREAM_SECTION} means the grid {meant}."]
+    if others := sorted(name for name in given if name.removeprefix(PREFIX) not in ACCELERATE_SIZES):
+        notes.append(f"without effect over a grid: {', '.join(others)}.")
+    return {**section, "grid": meant.as_dict()}, notes
 
 
 def _precision(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> str:

@@ -23,6 +23,7 @@ from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.dtensors import local_slices
 from hf_axonn.engine.master_weights import leave_dtype_open
+from hf_axonn.parallel.distributed_config import config_of_distributed
 from hf_axonn.parallel.four_bit import add_second_scales
 from hf_axonn.parallel.parallelize import KERNELS, join_settings, parallelize
 from hf_axonn.topology.grid import Grid
@@ -67,12 +68,12 @@ def from_pretrained(
     """
     from transformers import AutoModelForCausalLM
 
+    if (distributed := kwargs.pop("distributed_config", None)) is not None:
+        config, grid = config_of_distributed(distributed, grid, config), None
     config = join_settings("from_pretrained", grid, config)
     grid = config.grid
     auto_class = auto_class or AutoModelForCausalLM
-    refused = [
-        key for key in ("device_map", "tp_plan", "tp_size", "distributed_config") if kwargs.get(key) is not None
-    ]
+    refused = [key for key in ("device_map", "tp_plan", "tp_size") if kwargs.get(key) is not None]
     if refused:
         raise ValueError(f"{', '.join(refused)}: the grid decides where weights lie; omit {refused[0]}.")
     _check_quantization(kwargs, grid)

@@ -179,10 +179,25 @@ def test_the_plugin_takes_every_setting_of_a_launch_file():
     assert AxonnPlugin(**{name: getattr(config, name) for name in names}).config == config
     with pytest.raises(ValueError, match="layout is 'tokens', but it is one of auto, token, feature"):
         AxonnPlugin(grid=Grid(y=2), layout="tokens")
-    with pytest.raises(ValueError, match=r"ParallelismConfig\(tp_size=...\) and a grid: .* out of the script"):
-        AxonnPlugin(tp_size=2)
     with pytest.raises(TypeError, match=r"AxonnPlugin.__init__\(\) got an unexpected keyword argument 'order'"):
         AxonnPlugin(Grid(y=2), order=("y", "x", "z", "data"))
+
+
+def test_the_plugin_takes_the_sizes_of_a_parallelism_config(monkeypatch):
+    """In a script whose ParallelismConfig it replaces under a launch file, and by itself."""
+    assert AxonnPlugin(tp_size=2, dp_shard_size=2, cp_backend="torch").grid == Grid(z=2, x=2)
+    assert AxonnPlugin(Grid(x=2), tp_size=2, layout="token").config == AxonnConfig(grid=Grid(x=2), layout="token")
+    with pytest.raises(ValueError, match="^ParallelismConfig has tp_size=2, which is the grid .*beside it .*z=2"):
+        AxonnPlugin(Grid(z=2), tp_size=2)
+    with pytest.raises(ValueError, match=r"ParallelismConfig\(tp_handler=...\) sets what a grid does in its own way"):
+        AxonnPlugin(tp_size=2, tp_handler=object())
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    assert AxonnPlugin().grid == Grid(data=2)
+    monkeypatch.setenv("AXONN_CONFIG", AxonnConfig(grid=Grid(z=2), layout="token").to_json())
+    assert AxonnPlugin().grid == Grid(z=2)  # what the environment has beside it is refused with the Accelerator
+    assert AxonnPlugin(dp_shard_size=2).config.layout == "token"
+    with pytest.raises(ValueError, match="grid has two values. .*: z=2; code, AxonnPlugin: x=2"):
+        AxonnPlugin(tp_size=2)
 
 
 def test_a_plugin_survives_pickle_and_copy():

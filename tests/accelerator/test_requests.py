@@ -17,7 +17,7 @@ from accelerate.utils import (
 from transformers import Trainer, TrainingArguments
 
 from hf_axonn import AxonnPlugin, Grid, parallelize
-from hf_axonn.accelerator.requests import ENGINES, SIZES, refuse_other_engines
+from hf_axonn.accelerator.requests import ENGINES, refuse_other_engines
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import collate, token_data
@@ -30,11 +30,12 @@ def test_the_environment_of_another_engine(variable):
     refuse_other_engines(Grid(z=2), {variable: "false"})
 
 
-@pytest.mark.parametrize("variable", SIZES)
-def test_sizes_of_accelerates_own_parallelism(variable):
-    with pytest.raises(ValueError, match=rf"{variable}=2 asks for .*\(--{variable.lower()} of accelerate launch"):
-        refuse_other_engines(Grid(z=2), {variable: "2"})
-    refuse_other_engines(Grid(z=2), {variable: "1"})
+def test_sizes_of_accelerates_own_parallelism():
+    environment = {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "PARALLELISM_CONFIG_TP_SIZE": "1"}
+    refuse_other_engines(Grid(z=2), environment)
+    message = r"the environment \(PARALLELISM_CONFIG_\*\) has dp_shard_size=2, which is the grid .*z=2.*the grid .*x=2"
+    with pytest.raises(ValueError, match=message):
+        refuse_other_engines(Grid(x=2), environment)
 
 
 def refused(function, *arguments, **options) -> str:

@@ -169,6 +169,31 @@ def test_every_launcher_starts_the_ranks(launcher, tmp_path):
     assert list((tmp_path / "tmp").glob("axonn-*")) == []
 
 
+UPSTREAM = """\
+import torch
+from accelerate import Accelerator, ParallelismConfig
+
+accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=1))
+model = torch.nn.Linear(4, 6)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+accelerator.backward(model(torch.ones(3, 4)).sum())
+optimizer.step()
+print(accelerator.num_processes, model.weight.to_local().shape, flush=True)
+"""
+
+
+def test_accelerates_own_sizes_start_a_grid(tmp_path):
+    """In the launch file and in the script, both as for stock Accelerate, beside an axonn_config without a grid."""
+    file = GOOD.replace("  grid: {x: 2}", "  layout: token\nparallelism_config: {parallelism_config_tp_size: 2}")
+    done, _ = start(
+        tmp_path, *LAUNCHERS["accelerate launch"], "--config", "axonn.yaml", "script.py", file=file, script=UPSTREAM
+    )
+    assert done.returncode == 0, done.stderr
+    assert "hf_axonn: parallelism_config means the grid data=1,z=1,y=1,x=2." in done.stderr
+    assert done.stdout.count("1 torch.Size([3, 4])") == 2, done.stdout  # out_features halved, samples shared
+
+
 WRONG = {
     "unknown key": (
         "grid: {x: 2}\n  overlp: {}",

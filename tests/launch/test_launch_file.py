@@ -5,6 +5,7 @@ import re
 import pytest
 import yaml
 
+from hf_axonn.config import AxonnConfig
 from hf_axonn.launch import launch_file
 from hf_axonn.launch.launch_file import check_spelling, resolve
 from hf_axonn.topology.grid import Grid
@@ -189,7 +190,19 @@ def test_other_ways_to_split_a_model_are_refused_by_name(section):
         ),
         ({"distributed_type": "MULTI_GPUS"}, {}, "distributed_type is MULTI_GPUS"),
         ({}, {"tpu": None}, "distributed_type is TPU"),
-        ({}, {"parallelism_config_cp_size": "2"}, "--parallelism_config_cp_size is read by another engine"),
+        (
+            {},
+            {"parallelism_config_cp_size": "2"},
+            "parallelism_config has cp_size=2, which is the grid data=1,z=2,y=1,x=1,context=2, and beside it stands "
+            "the grid data=1,z=2,y=1,x=2: omit one of them.",
+        ),
+        ({"parallelism_config": {"tp_size": 2}}, {}, "parallelism_config holds 'tp_size', but its keys are"),
+        ({"parallelism_config": 2}, {}, "parallelism_config holds 2, but its keys are parallelism_config_tp_size"),
+        (
+            {"parallelism_config": {"parallelism_config_tp_size": 4}, "axonn_config": {"grid": "auto"}},
+            {},
+            "axonn_config has grid: auto, which may choose others: omit one of them.",
+        ),
         ({}, {"fsdp_version": "2"}, "--fsdp_version is read by another engine and has no effect beside axonn_config"),
         ({}, {"gradient_accumulation_steps": "2"}, "--gradient_accumulation_steps is read by another engine"),
         (
@@ -223,6 +236,24 @@ def test_other_ways_to_split_a_model_are_refused_by_name(section):
 def test_what_is_refused(changes, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve(settings(**changes), options)
+
+
+def test_accelerates_own_sizes_are_a_grid():
+    """Of the file, of the command line, which holds over it, or of both; accelerate gets none of them."""
+    given = {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 1}
+    given |= {"parallelism_config_cp_backend": "torch", "parallelism_config_dp_replicate_size": 1}
+    changes = {"parallelism_config": given, "axonn_config": {"layout": "token"}}
+    launch = resolve(settings(**changes), {"parallelism_config_dp_shard_size": "2", "use_parallelism_config": None})
+    assert launch.config == AxonnConfig(grid=Grid(z=2, x=2), layout="token")
+    assert "parallelism_config" not in launch.settings
+    assert "parallelism_config means the grid data=1,z=2,y=1,x=2." in launch.notes
+    assert "without effect over a grid: parallelism_config_cp_backend." in launch.notes
+    same = resolve(
+        settings(**changes | {"axonn_config": {"grid": {"x": 2, "z": 2}}}), {"parallelism_config_dp_shard_size": 2}
+    )
+    assert same.config.grid == launch.config.grid and "means" not in str(same.notes)
+    ones = {name: 1 for name in given if name.endswith("_size")}
+    assert resolve(settings(parallelism_config=ones), {}).config.grid == Grid(z=2, x=2)
 
 
 def test_processes_that_are_started_again_meet_in_a_store_of_their_own():

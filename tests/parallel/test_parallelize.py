@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_axonn import Grid, from_pretrained, parallelize, sync_gradients
 from tests.helpers.float64 import Float64, recompute_in_float64, relative_errors
@@ -121,12 +122,14 @@ def test_a_model_with_another_head():
 
 
 def _tensor_parallel(folder) -> None:
+    ours = from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+    assert ours.axonn.grid == Grid(x=2) and "distributed_config" not in vars(ours.config)
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
     with pytest.raises(ValueError, match=r"DTensors already, as of from_pretrained\(tp_plan=...\).* without tp_plan"):
         parallelize(model, Grid(x=2))
 
 
-def test_a_model_that_transformers_has_sharded_is_refused(tmp_path):
+def test_transformers_own_tensor_parallelism_is_a_grid_or_refused(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     run_ranks(_tensor_parallel, 2, tmp_path)
 
