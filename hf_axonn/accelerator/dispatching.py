@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ def dispatching_loader(
         non_blocking: of copies to the device.
     Raises:
         ValueError: the batch size is not divisible by dp_size, where it has to be.
+    A batch with images raises a RuntimeError when it is read, unless `slice_fn` cuts it.
     """
     dp_size = mesh.size(*ROWS)
     if split_batches and (loader.batch_size or 0) % dp_size:
@@ -145,12 +146,23 @@ class DispatchedBatches(IterableDataset):
     def _groups(self) -> Iterator[Any]:
         size, group = 1 if self.split_batches else self.dp_size, []
         for batch in self.loader:
+            self._check_images(batch)
             group.append(batch)
             if len(group) == size:
                 yield _concatenate(group)
                 group = []
         if group and not self.loader.drop_last:
             yield _concatenate(group)
+
+    def _check_images(self, batch: Any) -> None:
+        images = [name for name in batch if str(name).startswith("pixel_values")] if isinstance(batch, Mapping) else []
+        if images and "input_ids" in batch and self.dp_size > 1 and self.slice_fn is slice_tensors:
+            raise ValueError(
+                f"a batch with {images[0]} beside input_ids cannot be divided among data * z / context = "
+                f"{self.dp_size} data-parallel ranks, as a row may have any number of images: set "
+                "dispatch_batches=False (accelerator_config of TrainingArguments), every rank then reads its own rows "
+                "and their images."
+            )
 
     def _fill_up(self, batch: Any, first: Any, *, last: bool) -> tuple[Any, int, bool]:
         rows = find_batch_size(batch)

@@ -27,6 +27,7 @@ from hf_axonn.architectures.table import (
     CHECKED,
     LAYERS_OUTPUT_IS_RESHAPED,
     PER_TOKEN_ARGUMENTS,
+    TOWERS,
     BlockSpec,
     block_specs,
 )
@@ -85,6 +86,8 @@ class ShardingPlan:
         per_token: names of arguments of the layers that have values for each token, as hidden states have.
         untested: whether it is of a type that has not been compared with one process.
         reason: why the model is sharded Linear by Linear; None where it is not.
+        towers: plans of the encoders of images, whose blocks are sharded; every rank of (x, y) has full activations
+            between them.
         begins, ends: whether the first and the last of `layers` are those of the model; not so on some stages of a
             pipeline.
     """
@@ -97,14 +100,20 @@ class ShardingPlan:
     per_token: tuple[str, ...] = ()
     untested: bool = False
     reason: str | None = None
+    towers: list[ShardingPlan] = field(default_factory=list)
     begins: bool = True
     ends: bool = True
 
     def is_full(self, name: str) -> bool:
         """Return whether a module sees full activations, the same on every rank of (x, y)."""
         if self.reason or not is_inside(name, self.layers):
-            return True
+            return not any(name in (*block.columns, block.row) for tower in self.towers for block in tower.blocks)
         return is_inside(name, self.full_sequence) or any(is_inside(name, block.latent) for block in self.blocks)
+
+    @property
+    def all_blocks(self) -> list[BlockPlan]:
+        """The blocks of the decoder and of encoders of images."""
+        return [*self.blocks, *(block for tower in self.towers for block in tower.blocks)]
 
     @property
     def borrows(self) -> bool:
@@ -124,7 +133,9 @@ class ShardingPlan:
             return self.reason
         text = f"{len(self.layers)} decoder layers sharded as {len(self.blocks)} blocks"
         text += " by rules that are untested for this type" if self.untested else ""
-        return f"{text}, {len(self.full_sequence)} modules on full sequences" if self.full_sequence else text
+        text += f", {len(self.full_sequence)} modules on full sequences" if self.full_sequence else ""
+        images = f", {sum(len(tower.layers) for tower in self.towers)} layers of encoders of images as "
+        return f"{text}{images}{len(self.all_blocks) - len(self.blocks)} blocks" if self.towers else text
 
 
 def is_inside(name: str, others) -> bool:
@@ -140,7 +151,7 @@ def plan_for(model: nn.Module, *, divided_rows: bool = False, allow_untested: bo
         divided_rows: whether positions of rows are divided; then attention that chooses its keys gets full sequences.
         allow_untested: whether a type that has not been compared with one process may have a plan.
     """
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    model_type = _type_of(model)
     if model_type not in CHECKED and not (allow_untested and model_type):
         what = f"{model_type} models" if model_type else type(model).__name__
         return ShardingPlan(
@@ -154,7 +165,8 @@ def plan_for(model: nn.Module, *, divided_rows: bool = False, allow_untested: bo
 def derive(model: nn.Module, model_type: str, *, divided_rows: bool = False) -> ShardingPlan:
     """Derive the plan of a model, whether its type has been checked or not."""
     specs = block_specs(model_type, getattr(model, "tp_plan", None) or {}, text_config(model))
-    found = next(_layer_lists(model, specs), None)
+    towers = _find_towers(model)
+    found = next((each for each in _layer_lists(model, specs) if not is_inside(each[0], towers)), None)
     if found is None:
         return ShardingPlan(reason="no list of decoder layers with a block was found: every Linear on its own")
     list_name, layers = found
@@ -174,6 +186,30 @@ def derive(model: nn.Module, model_type: str, *, divided_rows: bool = False) -> 
     arguments = {name for layer in layers for name in inspect.signature(type(layer).forward).parameters}
     plan.per_token = tuple(name for name in PER_TOKEN_ARGUMENTS if name in arguments)
     plan.final = _final(model, decoder, list_name, model_type)
+    plan.towers = [_plan_tower(name, tower) for name, tower in towers.items()]
+    return plan
+
+
+def _find_towers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the encoders of images that are known, by name."""
+    towers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if _type_of(module) in TOWERS and not is_inside(name, towers):
+            towers[name] = module
+    return towers
+
+
+def _type_of(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "model_type", None)
+
+
+def _plan_tower(name: str, tower: nn.Module) -> ShardingPlan:
+    """Return the blocks of an encoder of images, which are all that is sharded in its layers."""
+    specs, plan = list(TOWERS[_type_of(tower) or ""]), ShardingPlan(decoder=name)
+    for list_name, layers in _layer_lists(tower, specs):
+        for index, layer in enumerate(layers):
+            plan.layers.append(f"{name}.{list_name}.{index}")
+            _plan_layer(tower, plan, plan.layers[-1], layer, specs)
     return plan
 
 

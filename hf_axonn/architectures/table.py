@@ -198,6 +198,15 @@ FAMILIES: dict[str, tuple[BlockSpec, ...] | Callable[[Any], tuple[BlockSpec, ...
     "roberta-prelayernorm": (_BERT, mlp(_DENSE)),  # a norm comes before it
 }
 TABLE = {model_type: blocks for family, blocks in FAMILIES.items() for model_type in family.split()}
+# Encoders of images, by the model types of their own configs, which have been compared with one process.
+_QKV = attention("attn: qkv=query,kv,kv -> proj", "num_heads")
+_TOWER_FAMILIES = {
+    "idefics3_vision siglip_vision_model smolvlm_vision": (attention(_BART), mlp("mlp: fc1 -> fc2")),
+    "qwen2_vl_vision": (_QKV, mlp("mlp: fc1 -> fc2")),
+    "qwen2_5_vl_vision": (_QKV, _GATED),
+    "qwen3_vl_moe_vision qwen3_vl_vision": (_QKV, mlp("mlp: linear_fc1 -> linear_fc2")),
+}
+TOWERS = {model_type: blocks for family, blocks in _TOWER_FAMILIES.items() for model_type in family.split()}
 # What plans omit because Transformers' own tensor parallelism replicates it, such as attention beside experts.
 _USUAL = (
     attention(_LLAMA),
@@ -232,6 +241,7 @@ CHECKED = frozenset(
         "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo",
         "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
         "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "inkling_text",
+        "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
         "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3",
         "llama", "llama4", "llama4_text", "longcat_flash", "marian", "mbart", "megatron-bert", "mellum",
         "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",

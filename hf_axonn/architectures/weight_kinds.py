@@ -25,7 +25,7 @@ def weight_kinds(
     """
     modules = dict(model.named_modules())
     kinds: dict[int, WeightKind] = {}
-    for block in plan.blocks:
+    for block in plan.all_blocks:
         for name in block.columns:
             kinds[id(modules[name].weight)] = WeightKind.COLUMN
         kinds[id(modules[block.row].weight)] = WeightKind.ROW
@@ -48,7 +48,7 @@ def weight_kinds(
 
 def _large_others(model: nn.Module, plan: ShardingPlan) -> set[int]:
     """Return the ids of large parameters of more than one dim that one module has for itself, outside of blocks."""
-    entries = {block.entry for block in plan.blocks}
+    entries = {block.entry for block in plan.all_blocks}
     smallest = SMALLEST_PART * max((parameter.numel() for parameter in model.parameters()), default=0)
     found = Counter()
     for name, module in model.named_modules():

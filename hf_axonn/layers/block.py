@@ -134,7 +134,7 @@ class ColumnParallel:
         assert tokens is not None  # Block has seen to that
         rows = state.context.rows if self.gathers_rows else None
         if not tokens.sharded:
-            hidden = take_features(hidden, state.mesh, "y")
+            hidden = all_reduce_backward(take_features(hidden, state.mesh, "y"), state.mesh.group("x"))
             return BlockPass(hidden if rows is None else rows.join(hidden))
         group = state.mesh.group("x")
         dtype = hidden.dtype if state.requested_dtype(hidden, self.weights) else None
@@ -279,7 +279,7 @@ class RowParallel:
         else:  # no graph holds it
             output = reduce_(output, mesh.group("x"))
         if self.linear.bias is not None:
-            bias = replicated_local(self.linear.bias, mesh, self.bias_axes)
+            bias = replicated_local(self.linear.bias, mesh, self.bias_axes if tokens.sharded else ("y",))
             output = output + take_slice(bias, self.hidden_size, mesh, "y").to(output.dtype)
         if state.requested_dtype(hidden, self.weights):
             output = output.to(hidden.dtype)

@@ -37,6 +37,7 @@ from hf_axonn.losses.router_aux import install_router_loss
 from hf_axonn.losses.shares import install_shares
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.parallel.decoder import install_causal_lm, install_decoder, install_recomputation
+from hf_axonn.parallel.images import install_towers
 from hf_axonn.parallel.sharded_model import ShardedModel
 from hf_axonn.topology.heads import Heads, feature_slice
 from hf_axonn.topology.weight_kind import WeightKind
@@ -77,7 +78,7 @@ def install_layers(
     """
     state.take_plan(model, plan)
     _install_vocabulary(model, plan, state)
-    for block in plan.blocks:
+    for block in plan.all_blocks:
         _install_block(model, block, state)
     _install_dropout(model, plan, state)
     _install_experts(model, kinds, state)
@@ -87,6 +88,7 @@ def install_layers(
     _install_norms(model, plan, layout, state)
     if plan.decoder is not None:
         install_decoder(state, model, plan)
+    install_towers(state, model, plan)
     install_recomputation(state, model)
     for reader in find_readers(model)[0]:
         state.add_reading(reader)

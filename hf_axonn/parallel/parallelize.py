@@ -50,6 +50,7 @@ from hf_axonn.parallel.compiled import compile_regions
 from hf_axonn.parallel.context_parallel import RowsChoice, choose_rows, install_context
 from hf_axonn.parallel.documents import install_documents
 from hf_axonn.parallel.four_bit import check_four_bit, four_bit_modules, pack_four_bit, refuse_quantized
+from hf_axonn.parallel.images import install_images
 from hf_axonn.parallel.install import install_layers, shard_parameters
 from hf_axonn.parallel.pipeline.forward import install_pipeline
 from hf_axonn.parallel.pipeline.norms import norm_of_all
@@ -230,6 +231,7 @@ def _shard(model: nn.Module, decided: _Decisions, state: ShardedModel) -> None:
         pipeline = Pipeline(state, stages, model)
         state.set_pipeline(pipeline)
         install_pipeline(model, pipeline)
+    install_images(state, model)
     install_batch_check(state.check_batch, state.context)
 
 

@@ -76,11 +76,11 @@ class ShardedModel(ParallelState):
         axes: dict[str, tuple[str, ...]] = {name: ("x", "y") for name in (*plan.layers, *(plan.final or ()))}
         axes |= {name: () for name in plan.full_sequence}
         axes |= {name: ("x", "y") for name, module in model.named_modules() if is_experts(module)}
-        for block in plan.blocks:
+        for block in plan.all_blocks:
             heads = self.heads_of(block)
             axes[block.entry] = heads.axes if heads else ("x", "y")
             axes |= {name: () for name in block.latent}
-            self.attention_axes = heads.axes if heads else self.attention_axes
+            self.attention_axes = heads.axes if heads and block in plan.blocks else self.attention_axes
         self._work_axes = axes
 
     def heads_of(self, block: BlockPlan) -> Heads | None:

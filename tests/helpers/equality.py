@@ -173,6 +173,7 @@ class Case:
     before: Callable[[nn.Module], None] = lambda model: None
     context: Callable[[], contextlib.AbstractContextManager] = exact
     as_trainer: bool = False
+    cut: Callable[[Batch, Grid, int], Batch] = rows_of
 
     def truth(self) -> Outcome:
         """The run on one process. Called before the ranks are started, which inherit it."""
@@ -188,7 +189,7 @@ class Case:
         model, _ = parallelize(model.to(rank_device()).train(), grid, config=self.config(grid))
         assert (parallel_state(model) is None) == (grid.size == 1)
         self.before(model)
-        mine = [rows_of(batch, grid, dist.get_rank()) for batch in self.batches]
+        mine = [self.cut(batch, grid, dist.get_rank()) for batch in self.batches]
         with self.context():
             ours = self.fit(model, mine, dp_size=grid.dp_size)
         ours.losses = [mean_over_world(loss) for loss in ours.losses]

@@ -63,13 +63,13 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
         ValueError: a parameter is adapted by itself that is a matrix of a Linear, or modules_to_save consist of
             several modules.
     """
-    together = {plan.decoder, *plan.layers, *(block.entry for block in plan.blocks)}
-    together -= {name for block in plan.blocks for name in block.columns}
+    together = {plan.decoder, *plan.layers, *(block.entry for block in plan.all_blocks)}
+    together -= {name for block in plan.all_blocks for name in block.columns}
     for name, wrapper, base in wrapped_modules(model):
         name = name.replace(".base_layer", "")
         if hasattr(wrapper, "modules_to_save") and any(is_inside(other, {name}) for other in together if other):
             raise ValueError(SEVERAL.format(name))
-        in_block = any(name in (*block.columns, block.row) for block in plan.blocks)
+        in_block = any(name in (*block.columns, block.row) for block in plan.all_blocks)
         if hasattr(wrapper, "parameter_name") and is_linear(base) and (in_block or plan.is_full(name)):
             raise ValueError(LINEAR.format(name, wrapper.parameter_name))
 

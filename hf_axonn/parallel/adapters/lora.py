@@ -77,6 +77,11 @@ class RowOutput(OwnOutput):
         super().__init__(state, linear, ("x", "y"))
         self.row = row
 
+    def parameter(self, parameter: nn.Parameter) -> Tensor:
+        if self.state.context.tokens.sharded:
+            return super().parameter(parameter)
+        return replicated_local(parameter, self.state.mesh, ())  # every rank repeats the work on all tokens
+
     def take(self, full: Tensor) -> Tensor:
         tokens = self.state.context.tokens
         return take_slice(full, self.row.hidden_size, self.state.mesh, "y") if tokens.features else full
@@ -142,7 +147,7 @@ class RowLora:
         down = F.linear(hidden, weight)
         if axes:
             down = all_reduce(down, mesh.group(*axes))
-        return all_reduce_backward(down, mesh.group("x", "y"))
+        return all_reduce_backward(down, mesh.group("x", "y")) if self.state.context.tokens.sharded else down
 
     def _up(self, _original: Callable, down: Tensor) -> Tensor:
         mesh, tokens = self.state.mesh, self.state.context.tokens

@@ -15,6 +15,7 @@ from pathlib import Path
 VERDICTS = ("wrong", "planned", "planned in part", "Linear by Linear", "not possible")
 REFUSED = "refused"  # a verdict on grids with context alone
 DIVIDED_ROWS = "## Divided rows\n"  # the section that is surveyed by itself
+IMAGES = "## Models with images\n"  # the section of tests/parallel/test_images.py
 
 
 @dataclass
@@ -204,9 +205,10 @@ def read_verdicts(path: Path) -> dict[str, tuple[str, str]]:
 
 
 def write_page(path: Path, rows: list[Row], grids: list[str], bound: float, seconds: float) -> None:
-    """Write the part of docs/architectures.md that these grids are for; the other one stays."""
-    table, _, _ = before = path.read_text().partition(f"\n{DIVIDED_ROWS}")
+    """Write the part of docs/architectures.md that these grids are for; the others stay."""
+    surveyed, *images = path.read_text().partition(f"\n{IMAGES}")
+    table, _, _ = before = surveyed.partition(f"\n{DIVIDED_ROWS}")
     if any(row.refused for row in rows):
-        path.write_text(f"{table}\n{divided_rows(rows, grids, bound)}")
+        path.write_text("".join((f"{table}\n{divided_rows(rows, grids, bound)}", *images)))
     else:
-        path.write_text("".join((markdown(rows, grids, bound, seconds), *before[1:])))
+        path.write_text("".join((markdown(rows, grids, bound, seconds), *before[1:], *images)))

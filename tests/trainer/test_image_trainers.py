@@ -1,0 +1,79 @@
+"""Trainer, GoldfishTrainer and TRL's SFTTrainer on rows with images: every grid equals one process."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid
+from hf_axonn.goldfish.mask import goldfish_mask
+from tests.helpers import images
+from tests.helpers.float64 import Float64
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import numbers, training_options, worst_difference
+
+
+TOLERANCE = 1e-10
+SIZES = [*images.UNEQUAL, (), *images.ON_FIRST_HALF]
+
+
+def make_trainer(output: Path, grid: Grid | None, model_type: str, *, goldfish: bool, **changes) -> Trainer:
+    """A trainer whose global batch is 8 rows in two micro-batches; some ranks get rows without any image."""
+    often = dict(max_steps=4, save_steps=2, remove_unused_columns=False)
+    options = training_options(output, grid, goldfish=goldfish, **often | changes)
+    trainer_class, config = (GoldfishTrainer, GoldfishConfig) if goldfish else (Trainer, TrainingArguments)
+    rows = [images.sample(model_type, row, sizes) for row, sizes in zip(range(40), itertools.cycle(SIZES))]
+    return trainer_class(
+        model=images.tiny_model(model_type),
+        args=config(**options),
+        train_dataset=rows,
+        data_collator=functools.partial(images.collate, model_type),
+    )
+
+
+def train(output: Path, grid: Grid | None, model_type: str, *, resume: Path | None = None, goldfish: bool = False):
+    """Train in float64; returns the logged losses and norms."""
+    trainer = make_trainer(output, grid, model_type, goldfish=goldfish)
+    with Float64():
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    return numbers(trainer.state.log_history)
+
+
+CASES = [("gemma3", True), ("qwen3_vl", False), ("smolvlm", True)]
+
+
+def _runs(folder: Path, grid: Grid, truths: list, *, resumed: Grid | None = None) -> list[float]:
+    found = []
+    for (model_type, goldfish), truth in zip(CASES, truths, strict=True):
+        output = folder / f"{model_type} {grid}"
+        found.append(worst_difference(train(output, grid, model_type, goldfish=goldfish), truth))
+        if resumed is not None:
+            again = train(output / "again", resumed, model_type, resume=output / "checkpoint-2", goldfish=goldfish)
+            found.append(worst_difference(again[:-1], truth[:-1]))  # the last is a mean over the steps of a run
+    return found
+
+
+@pytest.mark.slow
+def test_runs_and_resumed_runs_are_as_on_one_process(tmp_path):
+    truths = [train(tmp_path / "one", None, model_type, goldfish=goldfish) for model_type, goldfish in CASES]
+    for grid, resumed in ((Grid(x=2, z=2), Grid(data=2, y=2)), (Grid(z=4), None)):
+        for found in run_ranks(functools.partial(_runs, resumed=resumed), 4, tmp_path, grid, truths):
+            assert max(found) < TOLERANCE, found
+
+
+def test_labels_of_image_tokens_that_are_learnt_are_all_dropped_or_all_kept():
+    # Collators put -100 there; TRL's does not. Windows inside of an image are alike: so is what a hash says of them.
+    ids = torch.randint(3, 120, (64, 40), generator=torch.Generator().manual_seed(0))
+    ids[:, 10:30] = images.IMAGE
+    for strategy in ("hash-table", "hash-avalanche", "hash"):
+        mask = goldfish_mask(ids, ids, strategy=strategy, k=4, context_width=5)
+        inside = mask[:, 15:30]  # windows that begin in the image, and end in it
+        assert inside.all() or not inside.any(), strategy
+        assert 0.1 < mask[:, 36:].double().mean() < 0.4, strategy  # text after it is hashed as ever
+        labels = ids.masked_fill(ids == images.IMAGE, -100)
+        assert not goldfish_mask(ids, labels, strategy=strategy, k=4, context_width=5)[:, 10:30].any()
