@@ -14,7 +14,8 @@ DTensor never enters a graph. Sharded layers, and with them all collectives, all
 autograd's graph counts (engine/overlap.py), run outside of graphs. Graphs are made per code and shapes and shared by
 all layers of a class.
 
-Without gradients (evaluation, generation) and where dropout is drawn (`keyed_random`) a region runs eagerly.
+Without gradients (evaluation, generation) and where dropout is drawn (`keyed_random`) a region runs eagerly. So does
+an encoder of images.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def compile_regions(state: ShardedModel, model: nn.Module, **options: Any) -> No
                 f"this model is compiled already, with {state.compile_options}, and cannot be with {options}."
             )
         return
-    blocks = [module for module in state.blocks if any(True for _ in module.children())]
+    decoder = {module for layer in state.layers for module in layer.modules()}
+    blocks = [module for module in state.blocks if module in decoder and any(True for _ in module.children())]
     modules = [module for module in (*state.layers, *blocks) if is_own_method(innermost(module), module)]
     if not modules:
         raise ValueError(

@@ -85,16 +85,22 @@ class Images:
         Raises:
             ValueError: something is given that cannot be divided; ranks of z have other kinds of images, and no blank
                 ones are known for the type of the model.
-        Collectives: over z one all-gather of two numbers, but inside of `generate`.
+        Collectives: over z one all-gather of two numbers, for which the host waits; none inside of `generate`.
         """
         given = self.signature.bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         self._refuse(given)
-        if not self.state.context.gather_cache.everything and self._lacks_images(given):
-            kwargs |= self._blank(given)
-            self.blank = True
+        every = [] if self.state.context.gather_cache.everything else self._exchange(given)
+        if any(every) and not all(every):
+            if self.model.config.model_type not in BLANKS:
+                raise ValueError(
+                    f"some ranks of z of the grid {self.state.grid} were given images and some were given none, and "
+                    f"it is not known what a blank image is to {self.model.config.model_type} models: give each of "
+                    "them a row with an image, or set z to 1."
+                )
+            self.blank = not every[self.state.mesh.index("z")]
         try:
-            return original(*args, **kwargs)
+            return original(*args, **(kwargs | self._blank_image(given) if self.blank else kwargs))
         finally:
             self.blank = False
 
@@ -105,7 +111,8 @@ class Images:
             ValueError: some ranks of z have images, and some have none.
         Collectives: over z one all-gather of two numbers.
         """
-        if self._lacks_images(kwargs, both=True):
+        every = self._exchange(kwargs)
+        if any(every) and not all(every):
             raise ValueError(
                 f"generate over {self.state.grid}: some ranks of z were given images and some were given none, for "
                 "whom the others would wait. Give each of them a row with an image, or none at all."
@@ -139,38 +146,33 @@ class Images:
                     "and images are not divided with them. Omit context, and use x, y, z and data."
                 )
 
-    def _lacks_images(self, given: dict[str, Any], *, both: bool = False) -> bool:
-        """Return whether other ranks of z have images and this one has none, or (`both`) one has and one has not."""
+    def _exchange(self, given: dict[str, Any]) -> list[int]:
+        """Return 1 for each rank of z that has images, and 0 for others; nothing where z is 1. See `forward`.
+
+        Raises:
+            ValueError: some of them have videos, and some have none.
+        """
         mesh = self.state.mesh
         if mesh.size("z") == 1:
-            return False
+            return []
         own = [int(given.get(name) is not None) for name in PIXELS]
-        every = gather_quietly(torch.tensor(own, device=mesh.device), mesh.group("z")).tolist()
-        if any(videos != every[0][1] for _, videos in every):
+        images, videos = gather_quietly(torch.tensor(own, device=mesh.device), mesh.group("z")).t().tolist()
+        if any(videos) and not all(videos):
             raise ValueError(
                 f"some ranks of z of the grid {self.state.grid} were given pixel_values_videos and some were not: "
                 "give each of them a row with a video, or none at all."
             )
-        some = any(images for images, _ in every)
-        every_one = all(images for images, _ in every)
-        if some and not every_one and not both and self.model.config.model_type not in BLANKS:
-            raise ValueError(
-                f"some ranks of z of the grid {self.state.grid} were given images and some were given none, and it is "
-                f"not known what a blank image is to {self.model.config.model_type} models: give each of them a row "
-                "with an image, or set z to 1."
-            )
-        return some and not every_one and (both or not own[0])
+        return images
 
-    def _blank(self, given: dict[str, Any]) -> dict[str, Tensor]:
+    def _blank_image(self, given: dict[str, Any]) -> dict[str, Tensor]:
         """Return the arguments of one blank image."""
-        device = self.state.mesh.device
-        blank = BLANKS[self.model.config.model_type](self.model.config.vision_config, device)
+        blank = BLANKS[self.model.config.model_type](self.model.config.vision_config, self.state.mesh.device)
         if "mm_token_type_ids" in self.signature.parameters and given.get("mm_token_type_ids") is None:
             blank["mm_token_type_ids"] = torch.zeros_like(given["input_ids"])
         return blank
 
 
-def _of_grid(config: Any, device: torch.device) -> dict[str, Tensor]:
+def _blank_patches(config: Any, device: torch.device) -> dict[str, Tensor]:
     side = config.spatial_merge_size
     channels = getattr(config, "in_channels", None) or config.in_chans
     values = channels * config.temporal_patch_size * config.patch_size**2
@@ -178,15 +180,15 @@ def _of_grid(config: Any, device: torch.device) -> dict[str, Tensor]:
     return {"pixel_values": torch.ones(side * side, values, device=device), "image_grid_thw": grid}
 
 
-def _of_shape(leading: tuple[int, ...], config: Any, device: torch.device) -> dict[str, Tensor]:
+def _blank_images(leading: tuple[int, ...], config: Any, device: torch.device) -> dict[str, Tensor]:
     size = config.image_size
     return {"pixel_values": torch.ones(*leading, config.num_channels, size, size, device=device)}
 
 
 BLANKS: dict[str, Callable[[Any, torch.device], dict[str, Tensor]]] = {
-    **dict.fromkeys(WITH_GRIDS, _of_grid),
-    **dict.fromkeys(WITH_ROWS, functools.partial(_of_shape, (1, 1))),
-    **dict.fromkeys(ALONE, functools.partial(_of_shape, (1,))),
+    **dict.fromkeys(WITH_GRIDS, _blank_patches),
+    **dict.fromkeys(WITH_ROWS, functools.partial(_blank_images, (1, 1))),
+    **dict.fromkeys(ALONE, functools.partial(_blank_images, (1,))),
 }
 
 

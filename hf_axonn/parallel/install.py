@@ -231,7 +231,7 @@ def _install_gathered(model: nn.Module, kinds: dict[int, WeightKind], state: Sha
 def _install_replicated(model: nn.Module, plan: ShardingPlan, state: ShardedModel) -> None:
     """Install all that is left. A parameter of attention itself has a row for each query head: a rank uses its own."""
     own_rows: dict[str, slice] = {}
-    for block in plan.blocks:
+    for block in plan.all_blocks:
         if heads := state.heads_of(block):
             own_rows[block.entry], _ = feature_slice(heads.query, state.mesh, *heads.axes)
     for name, module in _remaining(model, state):
@@ -244,7 +244,7 @@ def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, s
     """Install norms on the residual stream, and norms over the features of all heads."""
     for module, kind in layout.norms.items():
         state.install(module, functools.partial(FeatureNorm, state, kind=kind))
-    for block in plan.blocks:
+    for block in plan.all_blocks:
         for name, (kind, projection) in block.inner_norms.items():
             linear, heads = model.get_submodule(projection), state.heads_of(block)
             layer = state.sharded_layers[linear]

@@ -231,6 +231,9 @@ def _dispatching() -> None:
     sizes = DataLoader(list(range(7)), batch_sampler=[[0, 1], [2, 3, 4], [5, 6]])
     with pytest.raises(RuntimeError, match="a batch of 5 rows cannot be divided among data . z / context = 2"):
         list(new_accelerator(FOUR_RANKS[0], dispatch_batches=True).prepare(sizes))
+    images = DataLoader([{"input_ids": torch.arange(3), "pixel_values": torch.ones(2)}] * 4, batch_size=2)
+    with pytest.raises(RuntimeError, match="a batch with pixel_values beside input_ids cannot be divided"):
+        list(new_accelerator(FOUR_RANKS[0], dispatch_batches=True).prepare(images))
     stateful = new_accelerator(FOUR_RANKS[0], dispatch_batches=True, use_stateful_dataloader=True)
     with pytest.raises(ValueError, match="use_stateful_dataloader with dispatch_batches"):
         stateful.prepare(DataLoader(list(range(6)), batch_size=2))

@@ -13,14 +13,14 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from hf_axonn.topology.grid import Grid
 
 
-VOCABULARY, IMAGE, LENGTH = 131, 130, 14
+VOCABULARY, IMAGE, VIDEO, LENGTH = 131, 130, 129, 14
 TEXT = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=42, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64,
 )  # fmt: skip
 MROPE = dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]})
 QWEN = dict(depth=2, num_heads=4, patch_size=2, temporal_patch_size=2, spatial_merge_size=2, in_channels=3)
-FOUND = dict(image_token_id=IMAGE, video_token_id=129, vision_start_token_id=128, vision_end_token_id=127)
+FOUND = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=128, vision_end_token_id=127)
 SIGLIP = dict(image_size=8, patch_size=2, num_hidden_layers=2, intermediate_size=22)
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_vl": dict(
@@ -73,12 +73,13 @@ TYPES = tuple(CONFIGS)
 UNEQUAL = (((4, 4), (2, 4)), (), ((2, 2),), ((4, 2),))
 ON_FIRST_HALF = (((4, 4),), ((2, 4),), (), ())
 Sizes = Sequence[Sequence[tuple[int, int]]]
+Batch = dict[str, Tensor]
 
 
-def tiny_model(model_type: str, *, seed: int = 0) -> nn.Module:
+def tiny_model(model_type: str, *, seed: int = 0, **changes: Any) -> nn.Module:
     """Make a random float64 model in training mode; norms, biases and projectors are random too."""
     torch.manual_seed(seed)
-    model = untrained_model(model_type).double()
+    model = untrained_model(model_type, **changes).double()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -88,9 +89,9 @@ def tiny_model(model_type: str, *, seed: int = 0) -> nn.Module:
     return model.train()
 
 
-def untrained_model(model_type: str) -> nn.Module:
+def untrained_model(model_type: str, **changes: Any) -> nn.Module:
     """Make a model as its class does."""
-    config = CONFIG_MAPPING[model_type](**CONFIGS[model_type])
+    config = CONFIG_MAPPING[model_type](**CONFIGS[model_type] | changes)
     return AutoModelForImageTextToText.from_config(config, experts_implementation="eager")
 
 
@@ -126,7 +127,7 @@ def sample(model_type: str, row: int, sizes: Sequence[tuple[int, int]]) -> dict[
     return {"texts": texts, "images": images, "sizes": sizes}
 
 
-def collate(model_type: str, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def collate(model_type: str, samples: Sequence[dict[str, Any]]) -> Batch:
     """Return a batch as a processor would make it of these rows alone."""
     batch = {name: torch.stack([each["texts"][name] for each in samples]) for name in samples[0]["texts"]}
     images = [image for each in samples for image in each["images"]]
@@ -144,12 +145,12 @@ def collate(model_type: str, samples: Sequence[dict[str, Any]]) -> dict[str, Ten
     return batch
 
 
-def tiny_batch(model_type: str, sizes: Sizes = UNEQUAL, *, rows: slice = slice(None)) -> dict[str, Tensor]:
+def tiny_batch(model_type: str, sizes: Sizes = UNEQUAL, *, rows: slice = slice(None)) -> Batch:
     """Return some of the rows whose images have these grids of patches: ids [B, 14] and pixels."""
     return collate(model_type, [sample(model_type, row, images) for row, images in enumerate(sizes)][rows])
 
 
-def own_rows(model_type: str, sizes: Sizes, _batch: object, grid: Grid, rank: int) -> dict[str, Tensor]:
+def own_rows(model_type: str, sizes: Sizes, _batch: object, grid: Grid, rank: int) -> Batch:
     """Return the rows of a rank, as its own processor would make a batch of them."""
     index, rows = grid.place(rank).index("data", "rows"), len(sizes) // grid.dp_size
     return tiny_batch(model_type, sizes, rows=slice(index * rows, (index + 1) * rows))

@@ -79,6 +79,23 @@ def test_encoders_of_images_are_sharded_as_blocks():
         assert f"2 layers of encoders of images as {len(tower.blocks)} blocks" in plan.summary()
 
 
+def as_videos(batch: images.Batch) -> images.Batch:
+    """The same rows with videos of one picture in the places of images."""
+    renamed = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}
+    changed = {renamed.get(name, name): value for name, value in batch.items()}
+    ids, kinds = batch["input_ids"], batch["mm_token_type_ids"]
+    return changed | {"input_ids": ids.masked_fill(ids == images.IMAGE, images.VIDEO), "mm_token_type_ids": 2 * kinds}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_vl"])
+def test_videos(model_type):
+    compared = case(model_type, "unequal")
+    cut = compared.cut
+    compared.batches, compared.cut = [as_videos(compared.batches[0])], lambda *which: as_videos(cut(*which))
+    assert run([compared], [GRIDS["x2y2"], GRIDS["x2z2"]]) == []
+
+
 def freeze(model: nn.Module) -> nn.Module:
     """Train all but the encoder of images."""
     model.get_submodule(plan_for(model).towers[0].decoder).requires_grad_(False)

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
+from PIL import Image
 from transformers import Trainer, TrainingArguments
 
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid
 from hf_axonn.goldfish.mask import goldfish_mask
 from tests.helpers import images
+from tests.helpers.chats import ExactLogProbs, chat_tokenizer, logged
 from tests.helpers.float64 import Float64
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import numbers, training_options, worst_difference
@@ -64,6 +67,58 @@ def test_runs_and_resumed_runs_are_as_on_one_process(tmp_path):
     for grid, resumed in ((Grid(x=2, z=2), Grid(data=2, y=2)), (Grid(z=4), None)):
         for found in run_ranks(functools.partial(_runs, resumed=resumed), 4, tmp_path, grid, truths):
             assert max(found) < TOLERANCE, found
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message.role + '>' }}{% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for part in message.content %}"
+    "{{ '<start_of_image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}{{ '<end>' }}{% endfor %}"
+)
+
+
+def fine_tune(output: Path, grid: Grid | None, **changes) -> list[dict[str, float]]:
+    """Train a Gemma 3 by TRL's stock SFTTrainer and its own collator, in float64; returns what it logs."""
+    from transformers import AutoTokenizer, Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from trl import SFTConfig, SFTTrainer
+
+    names = {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    chat_tokenizer().save_pretrained(output)
+    tokenizer = AutoTokenizer.from_pretrained(output, extra_special_tokens=names)
+    pictures = Gemma3ImageProcessorPil(size={"height": 8, "width": 8})
+    found = {f"{name[:3]}_token_index": getattr(tokenizer, f"{name}_id") for name in ("boi_token", "eoi_token")}
+    model = images.tiny_model("gemma3", image_token_index=tokenizer.image_token_id, **found)
+    rows = []
+    for row in range(40):
+        shown = [Image.new("RGB", (9 + row, 7), (5 * row, 90, 200 - 5 * row))] * (row % 3)
+        asked = {"role": "user", "content": "abc"[: 1 + row % 3]}
+        rows.append({"images": shown, "messages": [asked, {"role": "assistant", "content": "defab"[row % 4 :]}]})
+    own = dict(max_steps=3, max_length=None, bf16=False, save_strategy="no", gradient_checkpointing=False)
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(**training_options(output, grid, **own | changes)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=Gemma3Processor(pictures, tokenizer, chat_template=TEMPLATE, image_seq_length=4),
+    )
+    with Float64():
+        trainer.train()
+    return logged(trainer.state.log_history)
+
+
+def _fine_tunes(folder: Path, truth: list, grids: list[Grid]) -> list[float]:
+    return [worst_difference(fine_tune(folder / str(grid), grid), truth) for grid in grids]
+
+
+@pytest.mark.slow
+def test_the_stock_sft_trainer_is_as_on_one_process(tmp_path, monkeypatch):
+    import trl.trainer.utils as utils
+
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
+        truth = fine_tune(tmp_path / "one", None)
+    assert truth[0]["loss"] > 1 and truth[0]["entropy"] > 1
+    for found in run_ranks(_fine_tunes, 2, tmp_path, truth, [Grid(x=2), Grid(z=2)]):
+        assert max(found) < TOLERANCE, found
 
 
 def test_labels_of_image_tokens_that_are_learnt_are_all_dropped_or_all_kept():
