@@ -28,6 +28,8 @@ SIZES = [*images.UNEQUAL, (), *images.ON_FIRST_HALF]
 def make_trainer(output: Path, grid: Grid | None, model_type: str, *, goldfish: bool, **changes) -> Trainer:
     """A trainer whose global batch is 8 rows in two micro-batches; some ranks get rows without any image."""
     often = dict(max_steps=4, save_steps=2, remove_unused_columns=False)
+    if goldfish:  # the stock Trainer takes means of batches, which grids cut otherwise
+        often |= dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2)
     options = training_options(output, grid, goldfish=goldfish, **often | changes)
     trainer_class, config = (GoldfishTrainer, GoldfishConfig) if goldfish else (Trainer, TrainingArguments)
     rows = [images.sample(model_type, row, sizes) for row, sizes in zip(range(40), itertools.cycle(SIZES))]
@@ -35,6 +37,7 @@ def make_trainer(output: Path, grid: Grid | None, model_type: str, *, goldfish: 
         model=images.tiny_model(model_type),
         args=config(**options),
         train_dataset=rows,
+        eval_dataset=rows[:7],
         data_collator=functools.partial(images.collate, model_type),
     )
 
