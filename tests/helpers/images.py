@@ -24,7 +24,7 @@ FOUND = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=1
 SIGLIP = dict(image_size=8, patch_size=2, num_hidden_layers=2, intermediate_size=22)
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_vl": dict(
-        text_config=TEXT | MROPE,
+        text_config=TEXT | MROPE | dict(num_hidden_layers=2),  # features are added behind the last one, too
         vision_config=QWEN
         | dict(hidden_size=32, intermediate_size=22, out_hidden_size=32, num_position_embeddings=16)
         | dict(deepstack_visual_indexes=[0, 1]),

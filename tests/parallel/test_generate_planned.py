@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from hf_axonn import Grid, parallelize
 from hf_axonn.architectures.table import CHECKED
-from tests.benchmarks.architectures.tiny_configs import DECODER_OF, tiny_model
+from tests.benchmarks.architectures.tiny_configs import DECODER_OF, MODEL_TYPES, tiny_model
+from tests.helpers import images
 from tests.helpers.equality import exact, rows_of
 from tests.helpers.ranks import run_ranks
 
@@ -17,7 +18,8 @@ GRIDS = [Grid(y=2, x=2), Grid(z=2, x=2)]
 TOGETHER = 15  # models that are held at once
 # Attention bias for padding has no float64; several codebooks.
 UNABLE = {"xglm", "musicgen", "musicgen_melody"}
-PLANNED = sorted({DECODER_OF.get(kind, kind) for kind in CHECKED} - UNABLE)
+OF_IMAGES = set(images.TYPES) - set(MODEL_TYPES)  # test_images.py
+PLANNED = sorted({DECODER_OF.get(kind, kind) for kind in CHECKED} - UNABLE - OF_IMAGES)
 FEW = ["gpt2", "mixtral", "deepseek_v3", "bloom"]
 
 
