@@ -56,14 +56,15 @@ def why_rows_stay_whole(model: nn.Module, plan: ShardingPlan) -> str:
         return "it counts positions from its tokens or its attention mask"
     for block in plan.blocks:
         attention = model.get_submodule(block.entry)
-        if block.query and block.latent and (reason := why_heads_stay(attention)):
+        if block.is_attention and block.latent and (reason := why_heads_stay(attention)):
             return f"{block.entry}, a {type(attention).__name__} that makes latents, {reason}"
     return ""
 
 
 def gathering_attentions(model: nn.Module, plan: ShardingPlan) -> list[str]:
     """Return the names of the attention blocks that gather whole rows, as their heads stay."""
-    return [block.entry for block in plan.blocks if block.query and why_heads_stay(model.get_submodule(block.entry))]
+    attentions = [block.entry for block in plan.blocks if block.is_attention]
+    return [name for name in attentions if why_heads_stay(model.get_submodule(name))]
 
 
 def runs_along_row(module: nn.Module) -> bool:

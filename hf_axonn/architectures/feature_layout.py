@@ -122,7 +122,7 @@ def layer_problem(model: nn.Module, plan: ShardingPlan, name: str, norms: dict[n
         if block.entry.startswith(f"{name}."):
             stubs |= {model.get_submodule(part): _stub(torch.cos, 0) for part in (*block.columns, block.row)}
             stubs[model.get_submodule(block.entry)] = _stub(torch.tanh, 0)
-            attention |= {model.get_submodule(block.entry)} if block.query else set()
+            attention |= {model.get_submodule(block.entry)} if block.is_attention else set()
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(1, 4, 6, generator=generator, dtype=torch.float64)
     # What comes back from attention is known to its caller alone.

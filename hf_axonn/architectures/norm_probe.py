@@ -15,9 +15,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from hf_axonn.architectures.trials import EXACT, close, isolate
+from hf_axonn.architectures.trials import EXACT, Wide, close, isolate
+from hf_axonn.layers.base import replaced
+from hf_axonn.layers.mixer import GatedNormKind, GroupShards, normalize_gated
 from hf_axonn.layers.norms import ROUNDINGS, FeatureShards, NormKind, normalize
 
 
@@ -37,6 +38,44 @@ def norm_kind(module: nn.Module, size: int, known: dict[tuple, NormKind | None] 
     if (size, look) not in known:
         known[size, look] = _probe(module, size)
     return known[size, look]
+
+
+def gated_norm_kind(module: nn.Module, size: int) -> GatedNormKind | None:
+    """Return what a norm of `size` features computes with a gate, or None for a module that computes anything else."""
+    numbers = [value for value in vars(module).values() if type(value) is int and value > 0 and size % value == 0]
+    own = [value for value in vars(module).values() if type(value) is float and 0 < value <= 1e-2]
+    widths = dict.fromkeys((*numbers, *(size // each for each in numbers), size))
+    generator = torch.Generator().manual_seed(size)
+    values, gate, weight = torch.randn(3, 2, 3, size, generator=generator, dtype=torch.float64, device="cpu")
+    for width, eps, gate_first, rounding in itertools.product(widths, own, (True, False), ROUNDINGS[:2]):
+        kind = GatedNormKind(width, eps, gate_first, rounding)
+        if _gates_alike(module, kind, values, gate, weight[0, 0]):
+            return kind
+    return None
+
+
+def _gates_alike(module: nn.Module, kind: GatedNormKind, values: Tensor, gate: Tensor, weight: Tensor) -> bool:
+    """Return whether a gated norm is of a kind: in float64, and by what it rounds in 16 bits."""
+    size = weight.numel()
+    shards = GroupShards((kind.width,), groups=tuple(range(size // kind.width)), total=size // kind.width)
+    low = torch.bfloat16
+    try:
+        with isolate(), torch.no_grad():
+            for scale in SCALES:
+                with Wide(), replaced(vars(module), {"weight": weight}):
+                    truth = module.forward(scale * values, gate)
+                    ours = normalize_gated(scale * values, gate, weight, kind, shards)
+                if truth.shape != ours.shape or not close(truth, ours, EXACT):
+                    return False
+            for own in (weight.to(low), weight.float()):
+                with replaced(vars(module), {"weight": own}):
+                    truth = module.forward(values.to(low), gate.to(low))
+                ours = normalize_gated(values.to(low), gate.to(low), own, kind, shards)
+                if truth.dtype != ours.dtype or (truth != ours).double().mean() > DIFFERENT_BITS:
+                    return False
+    except Exception:  # a module that takes no gate
+        return False
+    return True
 
 
 def _look(module: nn.Module) -> tuple:
@@ -113,7 +152,7 @@ def _trial(
 def _agrees(module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_: Tensor) -> bool:
     """Return whether result and gradients are those of `kind`, in float64."""
     results = []
-    with _Wide():
+    with Wide():
         for leaves, result in _trial(module, kind, values, input_, torch.float64):
             if not isinstance(result, Tensor) or result.shape != input_.shape:
                 return False
@@ -141,22 +180,3 @@ def _rounds_alike(module: nn.Module, kind: NormKind, values: dict[str, Tensor], 
         if truth.dtype == single and not close(truth, ours, SINGLE):
             return False
     return True
-
-
-class _Wide(TorchFunctionMode):
-    """A mode in which casts of float64 to a smaller float type, as norms do, leave the tensor as it is."""
-
-    small = (torch.float32, torch.float16, torch.bfloat16)
-    casts = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if any(isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args):
-            if func in self.casts:
-                return args[0]
-            args = [torch.float64 if self._is_small(arg) else arg for arg in args]
-            kwargs = {key: torch.float64 if self._is_small(value) else value for key, value in kwargs.items()}
-        return func(*args, **kwargs)
-
-    def _is_small(self, value: object) -> bool:
-        return isinstance(value, torch.dtype) and value in self.small

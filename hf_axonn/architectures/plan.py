@@ -4,7 +4,7 @@ The plan of a causal LM is derived from the tensor-parallel plan that Transforme
 column and which row) or from our table (table.py), for the architectures that tests/benchmarks/architectures/survey.py
 has shown to be right. In a decoder layer every module is one of
 
-    a block      attention or MLP with its column layers and its row layer
+    a block      attention, a mixer or an MLP with its column layers and its row layer
     full         a module that needs the full sequence and that cannot be sharded: it gets [B, S, H], its Linears are
                  sharded one by one
     per token    norms, routers, activations: they run on this rank's tokens unchanged
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hf_axonn.architectures.block_checks import block_problem, fit, has_module, head_counts, inner_norms
+from hf_axonn.architectures.mixers import MixerParts, divide_mixer, mixer_parts
 from hf_axonn.architectures.table import (
     CHECKED,
     LAYERS_OUTPUT_IS_RESHAPED,
@@ -43,19 +44,20 @@ ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """One attention or MLP: full names of its modules, and what its heads are.
+    """One attention, mixer or MLP: full names of its modules, and what its heads are.
 
     Attributes:
         entry: the module at whose input tokens become features.
         columns, segments: the projections (queries first) and what their outputs consist of (topology/heads.py).
         row: the projection that ends the block.
-        query, kv: numbers of heads; 0 for an MLP.
+        query, kv: numbers of heads; 0 for an MLP, and for a mixer whose channels belong to no head.
         attributes: of the entry, which hold a number of the full model and are to be made this rank's: name ->
-            "query" or "kv"; a name like config.x is set on a copy of the module's config.
+            "query" or "kv", or segments; a name like config.x is set on a copy of the module's config.
         arguments: of the entry, whose first dim is batch x query heads, or query heads.
         latent, cross, borrows: as in table.BlockSpec.
         inner_norms: norms over all features that a column layer returns or the row layer gets: their name -> what they
             are, and the name of that layer.
+        mixer: of a mixer, what else of it is divided; names are relative to the entry.
     """
 
     entry: str
@@ -70,6 +72,12 @@ class BlockPlan:
     cross: bool = False
     borrows: bool = False
     inner_norms: dict[str, tuple[NormKind, str]] = field(default_factory=dict)
+    mixer: MixerParts | None = None
+
+    @property
+    def is_attention(self) -> bool:
+        """Return whether its heads attend to keys."""
+        return bool(self.query) and self.mixer is None
 
 
 @dataclass
@@ -216,7 +224,7 @@ def _plan_tower(name: str, tower: nn.Module) -> ShardingPlan:
 def _lends_alike(plan: ShardingPlan) -> bool:
     """Return whether attention that has the keys and values of another layer finds there the heads of its rank: all
     attention is divided, and some layer with keys of its own has the same numbers of heads."""
-    attention = [block for block in plan.blocks if block.query]
+    attention = [block for block in plan.blocks if block.is_attention]
     lenders = {(block.query, block.kv) for block in attention if not block.borrows}
     return len(attention) >= len(plan.layers) and all((block.query, block.kv) in lenders for block in attention)
 
@@ -225,7 +233,8 @@ def _layer_lists(model: nn.Module, specs: list[BlockSpec]) -> Iterator[tuple[str
     """Yield lists of layers in which a spec finds its row layer, or experts are found."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module):
-            if any(has_module(layer, spec.row) for layer in module for spec in specs) or _has_experts(module[-1]):
+            known = any(has_module(layer, spec.row) for layer in module for spec in specs)
+            if known or _has_experts(module[-1]) or any(map(mixer_parts, module[0].children())):
                 yield name, module
 
 
@@ -265,7 +274,24 @@ def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Modul
         )
         inside |= {spec.entry, spec.row, *spec.columns}
     for path in _needs_full_sequence(layer, "", inside):
-        plan.full_sequence[f"{name}.{path}"] = problems.get(path, "not known as a block")
+        parts = divide_mixer(layer.get_submodule(path))
+        if isinstance(parts, MixerParts):
+            plan.blocks.append(_mixer_block(f"{name}.{path}", parts))
+        else:
+            plan.full_sequence[f"{name}.{path}"] = problems.get(path, parts)
+
+
+def _mixer_block(name: str, parts: MixerParts) -> BlockPlan:
+    return BlockPlan(
+        entry=name,
+        columns=tuple(f"{name}.{column}" for column in parts.columns),
+        segments=tuple(parts.columns.values()),
+        row=f"{name}.{parts.row}",
+        query=parts.query,
+        kv=parts.kv,
+        attributes=parts.attributes,
+        mixer=parts,
+    )
 
 
 def _needs_full_sequence(module: nn.Module, prefix: str, planned: set[str]) -> Iterator[str]:
@@ -275,6 +301,7 @@ def _needs_full_sequence(module: nn.Module, prefix: str, planned: set[str]) -> I
         if path in planned or is_per_token(child) or is_experts(child):
             continue
         around = any(other.startswith(f"{path}.") for other in planned) or isinstance(child, nn.ModuleList)
+        around = around or any(map(mixer_parts, child.children()))
         if around or any(is_experts(inner) or is_per_token_experts(inner) for inner in child.modules()):
             yield from _needs_full_sequence(child, f"{path}.", planned)
         else:

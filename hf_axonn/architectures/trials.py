@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 EXACT = 1e-12
@@ -80,3 +81,22 @@ def mixes_features(
 
 def _stand_in(place: int, parts: int, hidden: Tensor) -> Tensor:
     return torch.cat([torch.sin(hidden * (place + part + 1)) for part in range(parts)], dim=-1)
+
+
+class Wide(TorchFunctionMode):
+    """A mode in which casts of float64 to a smaller float type, as norms do, leave the tensor as it is."""
+
+    small = (torch.float32, torch.float16, torch.bfloat16)
+    casts = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args):
+            if func in self.casts:
+                return args[0]
+            args = [torch.float64 if self._is_small(arg) else arg for arg in args]
+            kwargs = {key: torch.float64 if self._is_small(value) else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _is_small(self, value: object) -> bool:
+        return isinstance(value, torch.dtype) and value in self.small

@@ -41,14 +41,17 @@ def weight_kinds(
     kinds = {key: WeightKind.REPLICATED if key in embedded else kind for key, kind in kinds.items()}
     for module in vocabulary:
         kinds[id(module.weight)] = WeightKind.VOCABULARY
-    kinds |= {key: WeightKind.GATHERED for key in _large_others(model, plan) - kinds.keys()}
+    inside = [f"{block.entry}.{name}" for block in plan.blocks if block.mixer for name in block.mixer.linears]
+    gathered = _large_others(model, plan) | {id(modules[name].weight) for name in inside}
+    kinds |= {key: WeightKind.GATHERED for key in gathered - kinds.keys()}
     _, changed = find_readers(model)
     return kinds | {id(each): WeightKind.REPLICATED for module in changed for each in module.parameters(False)}
 
 
 def _large_others(model: nn.Module, plan: ShardingPlan) -> set[int]:
-    """Return the ids of large parameters of more than one dim that one module has for itself, outside of blocks."""
-    entries = {block.entry for block in plan.all_blocks}
+    """Return the ids of large parameters of more than one dim that one module has for itself, outside of blocks but
+    for mixers, which work with parts of what is gathered."""
+    entries = {block.entry for block in plan.all_blocks if block.mixer is None}
     smallest = SMALLEST_PART * max((parameter.numel() for parameter in model.parameters()), default=0)
     found = Counter()
     for name, module in model.named_modules():

@@ -242,7 +242,7 @@ def doubts(found: GridRanking) -> list[str]:
 
 def _repeats(best: Prediction) -> int:
     """Ranks that compute the same attention, in the layer where they are most."""
-    blocks = [block for layer, _ in best.job.shape.kinds for block in layer.blocks if block.query]
+    blocks = [block for layer, _ in best.job.shape.kinds for block in layer.blocks if block.is_attention]
     return max((heads_repeat(block, best.grid) for block in blocks), default=1)
 
 

@@ -162,25 +162,35 @@ class FullLinear:
 class Replicated:
     """A module whose own parameters every rank holds; its forward sees them as plain tensors. No communication.
 
-    `partial_axes`: where the ranks do different work with them (see `replicated_local`). `own`: the rows that this
-    rank works with, where not all (a number for each head). `added`: what adapters do to a parameter, by name.
+    `partial_axes`: where the ranks do different work with them (see `replicated_local`). `own`: what takes this rank's
+    part of a parameter or buffer, by name, where it does not work with all of it (a number for each head). `added`:
+    what adapters do to a parameter, by name.
     """
 
     def __init__(
-        self, state: ParallelState, module: nn.Module, partial_axes: tuple[str, ...], *, own: slice | None = None
+        self,
+        state: ParallelState,
+        module: nn.Module,
+        partial_axes: tuple[str, ...],
+        *,
+        own: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
         self.state = state
         self.module = module
         self.partial_axes = partial_axes
-        self.own = own
+        self.own = {} if own is None else own
         self.added: dict[str, Callable[[Tensor], Tensor]] = {}
         state.add_layer(module, self)
         patch_forward(module, self._forward)
 
     def plain(self, name: str) -> Tensor:
-        """A parameter as a plain tensor, in the graph."""
-        local = replicated_local(self.module._parameters[name], self.state.mesh, self.partial_axes)
-        return local if self.own is None else local[self.own]
+        """This rank's part of a parameter as a plain tensor, in the graph."""
+        full = self.full(name)
+        return self.own[name](full) if name in self.own else full
+
+    def full(self, name: str) -> Tensor:
+        """A whole parameter as a plain tensor, in the graph."""
+        return replicated_local(self.module._parameters[name], self.state.mesh, self.partial_axes)
 
     def _forward(self, original: Callable, *args, **kwargs):
         with self.plain_parameters():
@@ -193,6 +203,8 @@ class Replicated:
             if parameter is not None and name not in module.__dict__:
                 value = self.plain(name)
                 values[name] = self.added[name](value) if name in self.added else value
+        for name in self.own.keys() & module._buffers.keys():
+            values[name] = self.own[name](module._buffers[name])
         # An entry of __dict__ is found before nn.Module looks among its parameters.
         return replaced(module.__dict__, values)
 

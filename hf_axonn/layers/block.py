@@ -127,9 +127,10 @@ class ColumnParallel:
         """Axes on which ranks have different parts of a bias' gradient."""
         return ("x", "y") if "y" in self.axes else ("x",)
 
-    def enter(self, hidden: Tensor) -> BlockPass:
-        """This rank's tokens -> a pass with the input [B, S, H/y]. All-to-all over y (none in the feature layout),
-        all-gather over x, which backward only launches, and over context where the block gathers rows."""
+    def enter(self, hidden: Tensor, *, early: bool = True) -> BlockPass:
+        """This rank's tokens -> a pass with the input [B, S, H/y]; `early`: and its products, which are of no use
+        where the block's code changes the input first. All-to-all over y (none in the feature layout), all-gather
+        over x, which backward of `early` products only launches, and over context where the block gathers rows."""
         state, tokens = self.state, self.state.context.tokens
         assert tokens is not None  # Block has seen to that
         rows = state.context.rows if self.gathers_rows else None
@@ -142,9 +143,10 @@ class ColumnParallel:
         if state.mesh.size("y") > 1 and not tokens.features:
             # Some layers hand their MLP flat tokens.
             hidden = tokens_to_features(hidden.reshape(1, -1, hidden.shape[-1]), state.mesh)
-        if rows is not None:  # no products are made yet: they are of whole rows
+        early = early and rows is None  # else products are of whole rows
+        if not early:
             hidden = all_gather(hidden.reshape(-1, hidden.shape[-1]), group).flatten(0, 1)
-        if rows is not None or group.size() == 1:
+        if not early or group.size() == 1:
             if tokens.padded_count(state.mesh) > tokens.count:
                 hidden = hidden.reshape(-1, hidden.shape[-1])[: tokens.count]
             hidden = hidden.reshape(tokens.batch, tokens.seq, -1)
@@ -310,6 +312,10 @@ class Block:
         layer, which goes on with this rank's positions. Ranks of context repeat the work between the two."""
         self.column.gathers_rows = self.row.gathers_rows = True
 
+    def projects_input(self, kwargs: dict) -> bool:
+        """Return whether the entry's code projects its input as it is in a call with these arguments."""
+        return True
+
     def _forward(self, original: Callable, *args, **kwargs):
         if self.column.passing is not None:
             return original(*args, **kwargs)
@@ -320,7 +326,7 @@ class Block:
             )
         hidden = args[0] if args else kwargs["hidden_states"]
         self.row.enter(hidden)
-        passing = self.column.enter(hidden)
+        passing = self.column.enter(hidden, early=self.projects_input(kwargs))
         if args:
             args = (passing.input, *args[1:])
         else:

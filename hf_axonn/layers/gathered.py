@@ -9,6 +9,7 @@ gathered in full while their module runs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -27,26 +28,31 @@ SMALLEST_PART = 1 / 64
 
 
 class GatheredParameters(Replicated):
-    """A module some of whose parameters (`names`) are sharded; its code sees full plain tensors.
+    """A module some of whose parameters (`names`) are sharded; its code sees full plain tensors, or `own` parts.
 
     Collectives: for each of them an all-gather over z and one over (x, y); backward: reduce-scatter over z, and over
     (x, y) where ranks do different work with it (`partial_axes`), else none there.
     """
 
     def __init__(
-        self, state: ParallelState, module: nn.Module, partial_axes: tuple[str, ...], names: list[str]
+        self,
+        state: ParallelState,
+        module: nn.Module,
+        partial_axes: tuple[str, ...],
+        names: list[str],
+        *,
+        own: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
         self.products: dict[str, Product] = {}
         for name in names:
             first, *others = module._parameters[name].shape
             layout = weight_layout(WeightKind.GATHERED, first, math.prod(others), state.mesh)
             self.products[name] = Product(state, [state.weight_of(module, name, flat=True)], [layout])
-        super().__init__(state, module, partial_axes)
+        super().__init__(state, module, partial_axes, own=own)
 
-    def plain(self, name: str) -> Tensor:
-        """The full parameter, in the graph."""
+    def full(self, name: str) -> Tensor:
         if name not in self.products:
-            return super().plain(name)
+            return super().full(name)
         mesh, shape = self.state.mesh, self.module._parameters[name].shape
         blocks = gathered_weight(self.products[name])
         for axis in ("y", "x"):

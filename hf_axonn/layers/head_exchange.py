@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_axonn.distributed.collectives import exchange_rows
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import pad_dim
+from hf_axonn.topology.grid import GridPosition
 from hf_axonn.topology.heads import (
     Heads,
     arriving_features,
@@ -75,5 +76,16 @@ class HeadExchange:
         return self._join([arrived.index_select(0, order) for order in self.order], 0).t().contiguous()
 
     def _join(self, parts: list[Tensor], dim: int) -> Tensor:
-        parts = [pad_dim(part, dim, padded) for part, padded in zip(parts, self.padded, strict=True)]
-        return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]
+        return _pad_and_join(parts, self.padded, dim)
+
+
+def take_heads(full: Tensor, dim: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> Tensor:
+    """The features of the rank at `place` of a tensor that has all N of them in `dim`; as `HeadExchange.take`."""
+    found = feature_ranges(full.shape[dim], segments, heads, place)
+    indices = (torch.tensor([each for run in part.ranges for each in run], dtype=torch.long) for part in found)
+    return _pad_and_join([full.index_select(dim, index) for index in indices], [part.padded for part in found], dim)
+
+
+def _pad_and_join(parts: list[Tensor], padded: Sequence[int], dim: int) -> Tensor:
+    parts = [pad_dim(part, dim, size) for part, size in zip(parts, padded, strict=True)]
+    return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]

@@ -86,6 +86,10 @@ class FeatureShards:
         start = sum(self.counts[: self.index])
         return slice(start, start + self.counts[self.index])
 
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of a statistic [..., 1] of this rank's features over all of a token."""
+        return value if self.group is None else reduce_(value, self.group)
+
 
 def normalize(
     hidden: Tensor,
@@ -115,7 +119,7 @@ class _Normalize(torch.autograd.Function):
             mean, square = _mean_and_square(values, kind.size, shards)
             values = values - mean
         else:
-            square = _sum_over(values.square().sum(dim=-1, keepdim=True), shards) / kind.size
+            square = shards.sum(values.square().sum(dim=-1, keepdim=True)) / kind.size
         inverse = torch.rsqrt(square + kind.eps)
         normal = values * inverse
         ctx.kind, ctx.shards = kind, shards
@@ -147,7 +151,7 @@ class _Normalize(torch.autograd.Function):
             sums = [(grad * normal).sum(dim=-1, keepdim=True)]
             if kind.centered:
                 sums.append(grad.sum(dim=-1, keepdim=True))
-            means = _sum_over(torch.stack(sums), ctx.shards) / kind.size
+            means = ctx.shards.sum(torch.stack(sums)) / kind.size
             dhidden = grad - normal * means[0]
             dhidden = ((dhidden - means[1] if kind.centered else dhidden) * inverse).to(hidden.dtype)
         return dhidden, dweight, dbias, None, None, None
@@ -159,10 +163,6 @@ def _factor(weight: Tensor, kind: NormKind) -> Tensor:
 
 def _wide_factor(weight: Tensor, kind: NormKind, wide: torch.dtype) -> Tensor:
     return _factor(weight.to(wide), kind) if kind.rounding == "result" else _factor(weight, kind).to(wide)
-
-
-def _sum_over(value: Tensor, shards: FeatureShards) -> Tensor:
-    return value if shards.group is None else reduce_(value, shards.group)
 
 
 def _mean_and_square(values: Tensor, size: int, shards: FeatureShards) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from torch import nn
 
 from hf_axonn.layers.base import innermost, patch_innermost
 from hf_axonn.layers.dropout import dropout_names
+from hf_axonn.layers.mixer import MixerBlock
 from hf_axonn.parallel.region import Region, is_own_method
 from hf_axonn.parallel.sharded_model import ShardedModel
 
@@ -73,7 +74,9 @@ def compile_regions(state: ShardedModel, model: nn.Module, **options: Any) -> No
             )
         return
     decoder = {module for layer in state.layers for module in layer.modules()}
-    blocks = [module for module in state.blocks if module in decoder and any(True for _ in module.children())]
+    # A mixer reads parameters of its convolution, which are DTensors until then.
+    blocks = [entry for entry, block in state.blocks.items() if not isinstance(block, MixerBlock)]
+    blocks = [module for module in blocks if module in decoder and any(True for _ in module.children())]
     modules = [module for module in (*state.layers, *blocks) if is_own_method(innermost(module), module)]
     if not modules:
         raise ValueError(

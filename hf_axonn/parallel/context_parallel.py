@@ -78,7 +78,8 @@ def choose_rows(model: nn.Module, plan: ShardingPlan, config: AxonnConfig) -> Ro
         )
     gathering = gathering_attentions(model, plan)
     full = {name: model.get_submodule(name) for name in plan.full_sequence}
-    along = [name for name, module in full.items() if runs_along_row(module)]
+    along = [block.entry for block in plan.blocks if block.mixer]
+    along += [name for name, module in full.items() if runs_along_row(module)]
     exchanged = [name for name, module in full.items() if not why_heads_stay(module)]
     undivided = _undivided_heads(model, plan, grid, gathering, exchanged)
     if undivided and requested == "heads":
@@ -88,7 +89,7 @@ def choose_rows(model: nn.Module, plan: ShardingPlan, config: AxonnConfig) -> Ro
         )
     keys = requested == "keys" or bool(undivided)
     how = f"gather keys and values ({undivided or 'as configured'})" if keys else "exchange heads for positions"
-    attentions = sum(1 for block in plan.blocks if block.query) + len(exchanged) - len(gathering)
+    attentions = sum(1 for block in plan.blocks if block.is_attention) + len(exchanged) - len(gathering)
     parts = [f"{attentions} attentions {how}"] if attentions else []
     if gathering:
         parts.append(f"{len(gathering)} attentions gather whole rows ({gathering[0]} ...)")
@@ -106,7 +107,7 @@ def _undivided_heads(
         gathering, exchanged: names of attentions that gather whole rows, and of those on full sequences that do not.
     """
     here = grid.place(0)
-    exchanging = [block for block in plan.blocks if block.query and block.entry not in gathering]
+    exchanging = [block for block in plan.blocks if block.is_attention and block.entry not in gathering]
     every = {block.query: Heads.divide(block.query, block.kv, here).own_query(here) for block in exchanging}
     if exchanged and (heads := getattr(text_config(model), "num_attention_heads", None)):
         every[heads] = heads  # attention on full sequences, with all heads on each rank
@@ -127,7 +128,8 @@ def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan, c
     each tensor that it returns.
     """
     route = ContextAttention(state)
-    for name in (*(block.entry for block in plan.blocks if block.query), *plan.full_sequence):
+    along = (block.entry for block in plan.blocks if block.is_attention or block.mixer)
+    for name in (*along, *plan.full_sequence):
         if not why_heads_stay(module := model.get_submodule(name)):
             route_attention(module, route)
         elif module in state.blocks:

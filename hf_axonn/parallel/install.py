@@ -8,10 +8,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_axonn.architectures.divided_rows import runs_along_row
 from hf_axonn.architectures.feature_layout import LayoutChoice
@@ -25,11 +26,12 @@ from hf_axonn.engine.four_bit import elements_of
 from hf_axonn.engine.linears import is_conv1d, is_linear, linear_size
 from hf_axonn.engine.report import Entry
 from hf_axonn.layers.base import FullLinear, Replicated, patch_forward
-from hf_axonn.layers.block import ColumnParallel, RowParallel
+from hf_axonn.layers.block import Block, ColumnParallel, RowParallel
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.gathered import GatheredParameters
 from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.layers.latent_attention import LatentColumnParallel, install_latent, rotary_hook
+from hf_axonn.layers.mixer import ChannelSum, GatedNorm, MixerBlock
 from hf_axonn.layers.moe import expert_weights, experts_layer, is_experts
 from hf_axonn.layers.norms import FeatureNorm, InnerNorm
 from hf_axonn.layers.vocabulary import Embedding, Head
@@ -39,8 +41,12 @@ from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.parallel.decoder import install_causal_lm, install_decoder, install_recomputation
 from hf_axonn.parallel.images import install_towers
 from hf_axonn.parallel.sharded_model import ShardedModel
-from hf_axonn.topology.heads import Heads, feature_slice
+from hf_axonn.topology.heads import Heads, feature_slice, own_count
 from hf_axonn.topology.weight_kind import WeightKind
+
+
+# What takes a rank's part of parameters and buffers, by their modules and names.
+OwnParts = dict[nn.Module, dict[str, Callable[[Tensor], Tensor]]]
 
 
 def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: ShardedModel) -> None:
@@ -83,8 +89,10 @@ def install_layers(
     _install_dropout(model, plan, state)
     _install_experts(model, kinds, state)
     _install_linears(model, kinds, state)
-    _install_gathered(model, kinds, state)
-    _install_replicated(model, plan, state)
+    own = {module: parts for block in plan.all_blocks for module, parts in _own_parts(model, block, state).items()}
+    _install_gathered(model, kinds, own, state)
+    _install_replicated(model, own, state)
+    _install_sums(model, plan, state)
     _install_norms(model, plan, layout, state)
     if plan.decoder is not None:
         install_decoder(state, model, plan)
@@ -149,7 +157,8 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> N
         if heads and row.axes:
             state.install(model.get_submodule(block.latent[0]), rotary_hook(state, entry, row))
     else:
-        state.add_block(entry, columns[0], row)
+        way_in = functools.partial(MixerBlock, direct=block.mixer.direct) if block.mixer else Block
+        state.add_block(entry, way_in(state, entry, columns[0], row))
     if heads is not None:
         _install_heads(state, entry, heads, block)
     reason = heads.why(state.mesh) if heads else ""
@@ -170,8 +179,7 @@ def _install_heads(state: ShardedModel, attention: nn.Module, heads: Heads, bloc
             # The config belongs to the full model.
             setattr(attention, owner, copy.copy(getattr(attention, owner)))
         target = getattr(attention, owner) if owner else attention
-        total, own = (heads.query, query) if kind == "query" else (heads.kv, kv)
-        setattr(target, attribute, getattr(target, attribute) * own // total)
+        setattr(target, attribute, own_count(getattr(target, attribute), kind, heads, mesh))
     if block.arguments and heads.axes:
         signature = inspect.signature(attention.forward)
         rows, _ = feature_slice(heads.query, mesh, *heads.axes)
@@ -191,6 +199,7 @@ def _install_heads(state: ShardedModel, attention: nn.Module, heads: Heads, bloc
 def _install_dropout(model: nn.Module, plan: ShardingPlan, state: ShardedModel) -> None:
     # Ranks of context repeat these.
     whole = [name for name in plan.full_sequence if runs_along_row(model.get_submodule(name))]
+    whole += [block.entry for block in plan.blocks if block.mixer]
     for name, module in model.named_modules():
         attributes = dropout_names(module)
         if attributes:
@@ -217,27 +226,47 @@ def _install_linears(model: nn.Module, kinds: dict[int, WeightKind], state: Shar
             _note(state, name, module, WeightKind.LINEAR)
 
 
-def _install_gathered(model: nn.Module, kinds: dict[int, WeightKind], state: ShardedModel) -> None:
+def _install_gathered(model: nn.Module, kinds: dict[int, WeightKind], own: OwnParts, state: ShardedModel) -> None:
     """Install modules with large parameters that nothing else is known of."""
     for name, module in _remaining(model, state):
         parameters = module._parameters.items()
         names = [child for child, parameter in parameters if kinds.get(id(parameter)) == WeightKind.GATHERED]
         if names:
-            axes = state.axes(name)
-            state.install(module, functools.partial(GatheredParameters, state, partial_axes=axes, names=names))
+            install = functools.partial(GatheredParameters, state, own=own.get(module))
+            state.install(module, functools.partial(install, partial_axes=state.axes(name), names=names))
             _note(state, name, module, WeightKind.GATHERED)
 
 
-def _install_replicated(model: nn.Module, plan: ShardingPlan, state: ShardedModel) -> None:
-    """Install all that is left. A parameter of attention itself has a row for each query head: a rank uses its own."""
-    own_rows: dict[str, slice] = {}
-    for block in plan.all_blocks:
-        if heads := state.heads_of(block):
-            own_rows[block.entry], _ = feature_slice(heads.query, state.mesh, *heads.axes)
+def _install_replicated(model: nn.Module, own: OwnParts, state: ShardedModel) -> None:
+    """Install all that is left."""
     for name, module in _remaining(model, state):
         axes = state.axes(name)
-        state.install(module, functools.partial(Replicated, state, partial_axes=axes, own=own_rows.get(name)))
+        state.install(module, functools.partial(Replicated, state, partial_axes=axes, own=own.get(module)))
         _note(state, name, module, WeightKind.REPLICATED, _why_replicated(module))
+
+
+def _own_parts(model: nn.Module, block: BlockPlan, state: ShardedModel) -> OwnParts:
+    """Return what takes this rank's part of parameters and buffers in a block, by their modules and names. Those of
+    attention itself have a row for each query head."""
+    heads, entry = state.heads_of(block), model.get_submodule(block.entry)
+    parts: OwnParts = {}
+    if block.mixer is not None:
+        for path, (dim, segments) in block.mixer.parameters.items():
+            owner, _, name = path.rpartition(".")
+            module = entry.get_submodule(owner)
+            exchange = HeadExchange(getattr(module, name).shape[dim], segments, heads, state.mesh)
+            parts.setdefault(module, {})[name] = functools.partial(exchange.take, dim=dim)
+    elif heads is not None:
+        rows, _ = feature_slice(heads.query, state.mesh, *heads.axes)
+        parts[entry] = dict.fromkeys(entry._parameters, operator.itemgetter(rows))
+    return parts
+
+
+def _install_sums(model: nn.Module, plan: ShardingPlan, state: ShardedModel) -> None:
+    """Let projections of the channels of all ranks, inside of mixers, return their sums over the ranks."""
+    for block in plan.blocks:
+        for path in block.mixer.sums if block.mixer else ():
+            state.install(model.get_submodule(f"{block.entry}.{path}"), functools.partial(ChannelSum, state))
 
 
 def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, state: ShardedModel) -> None:
@@ -245,8 +274,12 @@ def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, s
     for module, kind in layout.norms.items():
         state.install(module, functools.partial(FeatureNorm, state, kind=kind))
     for block in plan.all_blocks:
+        heads = state.heads_of(block)
+        if block.mixer is not None and block.mixer.gate is not None and heads is not None:
+            norm = model.get_submodule(f"{block.entry}.{block.mixer.norm}")
+            state.install(norm, functools.partial(GatedNorm, state, kind=block.mixer.gate, heads=heads))
         for name, (kind, projection) in block.inner_norms.items():
-            linear, heads = model.get_submodule(projection), state.heads_of(block)
+            linear = model.get_submodule(projection)
             layer = state.sharded_layers[linear]
             if projection == block.row:
                 parts = ("query",) if heads else ("own",)

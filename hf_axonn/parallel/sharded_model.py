@@ -18,7 +18,7 @@ from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ParallelState, parallel_state
 from hf_axonn.layers.base import Reader, Reading
-from hf_axonn.layers.block import Block, ColumnParallel, RowParallel
+from hf_axonn.layers.block import Block
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.parallel.batch_check import BatchCheck
 from hf_axonn.parallel.pipeline.pipeline import Pipeline
@@ -80,11 +80,12 @@ class ShardedModel(ParallelState):
             heads = self.heads_of(block)
             axes[block.entry] = heads.axes if heads else ("x", "y")
             axes |= {name: () for name in block.latent}
-            self.attention_axes = heads.axes if heads and block in plan.blocks else self.attention_axes
+            own = block in plan.blocks and block.is_attention  # not of an encoder, nor of a mixer
+            self.attention_axes = heads.axes if heads and own else self.attention_axes
         self._work_axes = axes
 
     def heads_of(self, block: BlockPlan) -> Heads | None:
-        """Return how the heads of attention are divided; None for an MLP."""
+        """Return how the heads of attention or of a mixer are divided; None where there are none."""
         return Heads.divide(block.query, block.kv, self.mesh) if block.query else None
 
     def axes(self, name: str) -> tuple[str, ...]:
@@ -125,9 +126,9 @@ class ShardedModel(ParallelState):
         self._adapted.add(module)
         return new
 
-    def add_block(self, entry: nn.Module, column: ColumnParallel, row: RowParallel) -> None:
-        """Install the way in to a block on its entry."""
-        self.blocks[entry] = Block(self, entry, column, row)
+    def add_block(self, entry: nn.Module, block: Block) -> None:
+        """Note the way in to a block, which is installed on its entry."""
+        self.blocks[entry] = block
 
     def add_reading(self, reader: Reader) -> None:
         """Let a method that uses parameters of other modules see them as plain tensors."""

@@ -296,7 +296,7 @@ def _saved_by_layer(shape: ModelShape, layer: LayerShape, grid: Grid, step: Step
     feature = layout == "feature" and grid.y > 1
     saved = tokens * shape.hidden / parts * layer.norms * _saved_by_norm(shape, step, own=feature)
     saved += 4 * tokens / (grid.x if feature else parts) * 2
-    saved += sum(rows * cols for rows, cols, _ in layer.gathered) * step.param_bytes
+    saved += sum(rows * cols for rows, cols, *_ in layer.gathered) * step.param_bytes
     for part in layer.parts:
         if isinstance(part, ExpertsShape):
             saved += _saved_by_experts(shape, part, grid, step, gloo)
@@ -304,6 +304,9 @@ def _saved_by_layer(shape: ModelShape, layer: LayerShape, grid: Grid, step: Step
             saved += sum(_saved_by_call(call, grid, step) for call in part.calls)
         elif part.down and part.query:
             saved += _saved_by_latents(shape, part, grid, step)
+        elif part.mixes:
+            saved += tokens * shape.hidden / grid.y * step.compute_bytes
+            saved += _saved_by_mixer(part, grid, step)
         elif part.query:
             saved += tokens * shape.hidden / grid.y * step.compute_bytes
             saved += _saved_by_attention(shape, part, grid, step)
@@ -344,6 +347,15 @@ def _saved_by_attention(shape: ModelShape, block: BlockShape, grid: Grid, step: 
         # Values are a part of one tensor with the queries and keys, which stay with them when rotated ones are made.
         saved += (query + kv / 2) * tokens / parts * compute
     return saved + 4 * tokens * block.query / parts * repeat
+
+
+def _saved_by_mixer(block: BlockShape, grid: Grid, step: Step) -> float:
+    """Bytes of what projections return twice, as it is and as the mixer's code uses it, and of the row layer's input
+    where y gathers it."""
+    tokens, made = step.padded_tokens(grid), sum(linear.rows for linear in block.columns)
+    features = (2 * made + block.row.cols) / (grid.x * grid.y) * heads_repeat(block, grid)
+    features += block.row.cols / grid.x if grid.y > 1 else 0
+    return tokens * features * step.compute_bytes
 
 
 def _saved_over_context(shape: ModelShape, block: BlockShape, grid: Grid, step: Step) -> float:

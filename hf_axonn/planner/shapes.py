@@ -2,7 +2,8 @@
 
 ModelShape     runs of decoder layers that are alike, and what stands around them
 LayerShape     the parts of one decoder layer, its norms, and every parameter
-BlockShape     attention or MLP: column layers and the row layer that ends it; latent attention makes latents first
+BlockShape     attention, a mixer or MLP: column layers and the row layer that ends it; latent attention makes latents
+               first
 ExpertsShape   the experts of a mixture
 """
 
@@ -32,18 +33,22 @@ class LinearShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """Attention or MLP.
+    """Attention, a mixer or an MLP.
 
     Args:
         columns, segments: its projections (queries first), and what the output of each consists of
             (topology/heads.py).
         row: the projection that ends it.
-        query, kv: numbers of heads; 0 for an MLP.
+        query, kv: numbers of heads; 0 for an MLP, and for a mixer of channels.
         inner_norms: norms over all features that one of `columns` returns (its number) or that the row layer gets
             (None), and whether each is a LayerNorm.
         down: latent attention: the Linears that make latents of full activations.
         rotary: latent attention: features of a latent that go to every head.
         window: tokens that attention looks back over at most (sliding window); 0: all before.
+        mixes: whether it is a mixer (layers/mixer.py), which reads along the row without attention.
+        norm_groups: groups of heads of which a mixer's norm takes the mean square each; 0: none.
+        inner: Linears between the projections of a mixer, of whose weights a rank uses a part.
+        sums: features of a token that those of them make which are summed over the ranks.
     """
 
     columns: tuple[LinearShape, ...]
@@ -55,6 +60,15 @@ class BlockShape:
     down: tuple[LinearShape, ...] = ()
     rotary: int = 0
     window: int = 0
+    mixes: bool = False
+    norm_groups: int = 0
+    inner: tuple[LinearShape, ...] = ()
+    sums: int = 0
+
+    @property
+    def is_attention(self) -> bool:
+        """True if its heads attend to keys."""
+        return self.query > 0 and not self.mixes
 
     def keys(self, seq: float) -> float:
         """Keys that a query of a sequence attends to, in the mean, under a causal mask."""
@@ -100,7 +114,7 @@ class BlockShape:
 
     def flops(self) -> int:
         """Multiplications and additions a token that its weights ask for."""
-        return 2 * sum(linear.rows * linear.cols for linear in self.linears)
+        return 2 * sum(linear.rows * linear.cols for linear in (*self.linears, *self.inner))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +207,20 @@ class WeightShape(NamedTuple):
         return self.experts * self.rows * self.cols
 
 
+class GatheredShape(NamedTuple):
+    """A parameter [rows, cols] that is gathered while its module runs (layers/gathered.py).
+
+    Args:
+        partial: whether ranks do different work with it.
+        heads: of the mixer that it belongs to, whose axes then are those that do; 0: all of (x, y).
+    """
+
+    rows: int
+    cols: int
+    partial: bool = False
+    heads: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
     """One decoder layer.
@@ -202,8 +230,7 @@ class LayerShape:
         norms: norms on the residual stream.
         weights: every parameter that is sharded, in the order of the model.
         replicated: elements of every other parameter, in the order of the model.
-        gathered: (rows, cols, whether ranks do different work with them) of parameters that are full while their
-            module runs (layers/gathered.py): large routers and kernels.
+        gathered: parameters that are full while their module runs: large routers and kernels.
         routed: features that routers make of a token, all together.
         ends: index of the part after which nothing is saved for backward, so that a recomputation stops at its last
             product; None where there is no such part, as where a norm follows the last one.
@@ -213,7 +240,7 @@ class LayerShape:
     norms: int
     weights: tuple[WeightShape, ...]
     replicated: tuple[int, ...]
-    gathered: tuple[tuple[int, int, bool], ...] = ()
+    gathered: tuple[GatheredShape, ...] = ()
     routed: int = 0
     ends: int | None = None
 
@@ -382,7 +409,7 @@ class ModelShape:
             count * round(4 * block.keys(seq) * (block.query_features + block.value_features))
             for layer, count in self.everything
             for block in layer.blocks
-            if block.query
+            if block.is_attention
         )
 
     def model_flops(self, seq: float, trained: float = 1) -> float:
@@ -428,7 +455,8 @@ def own_elements(weight: WeightShape, grid: Grid, here: dict[str, int]) -> int:
 
 
 def heads_repeat(block: BlockShape, grid: Grid) -> int:
-    """Number of ranks that compute the same attention because the heads do not divide, see topology/heads.py."""
+    """Number of ranks that compute the same attention, or mix the same heads, because these do not divide, see
+    topology/heads.py."""
     if block.query % (grid.x * grid.y) == 0:
         return 1
     return grid.y if block.query % grid.x == 0 else grid.x * grid.y
@@ -441,7 +469,7 @@ def own_heads(block: BlockShape, grid: Grid) -> int:
 
 def undivided_heads(shape: ModelShape, grid: Grid) -> int:
     """Query heads of a rank of (x, y) that context does not divide; 0 if it divides those of every attention."""
-    every = (block for layer, _ in shape.kinds for block in layer.blocks if block.query)
+    every = (block for layer, _ in shape.kinds for block in layer.blocks if block.is_attention)
     return next((heads for block in every if (heads := own_heads(block, grid)) % grid.context), 0)
 
 

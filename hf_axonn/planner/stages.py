@@ -70,7 +70,7 @@ def layer_costs(shape: ModelShape, seq: int) -> tuple[list[float], float]:
         attention = sum(
             2 * block.keys(seq) * (block.query_features + block.value_features)
             for block in layer.blocks
-            if block.query
+            if block.is_attention
         )
         costs += count * [sum(part.flops() for part in layer.parts) + 2 * layer.routed * shape.hidden + attention]
     return costs, 2.0 * shape.vocab * shape.hidden

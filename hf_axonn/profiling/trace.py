@@ -28,6 +28,7 @@ from hf_axonn.layers.moe import expert_weights, is_experts
 from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
+    GatheredShape,
     LayerPart,
     LayerShape,
     LinearCall,
@@ -61,7 +62,8 @@ def trace_shape(model: PreTrainedModel) -> ModelShape:
         raise ValueError("it has no decoder layers.")
     layout = choose_layout(model, plan, y=2, requested="auto")
     alone = _alone(model, plan, kinds)
-    whole = alone or plan.full_sequence or gathering_attentions(model, plan)
+    mixers = any(block.mixer for block in plan.blocks)
+    whole = alone or plan.full_sequence or mixers or gathering_attentions(model, plan)
     probe = probe_layers(model, plan, layers, alone)
     finder = _Finder(model, plan, kinds, set(layout.norms), probe, alone)
     vocab, hidden = table.shape
@@ -117,7 +119,13 @@ def _notes(model: nn.Module, plan: ShardingPlan, alone: set[str]) -> Iterator[st
             "it is sharded Linear by Linear, with full activations on every rank of (x, y): the plan counts them, but "
             "takes the rest of its code to read and write the results of its Linears and to send nothing"
         )
-    elif plan.full_sequence:
+        return
+    if mixers := sorted({block.entry.rpartition(".")[2] for block in plan.blocks if block.mixer}):
+        yield (
+            f"mixers ({', '.join(mixers)}) are estimated by their projections: the plan takes the rest of their code "
+            "to read and write the results of those"
+        )
+    if plan.full_sequence:
         kinds = sorted({name.rpartition(".")[2] for name in plan.full_sequence})
         yield (
             f"modules that need full sequences ({', '.join(kinds)}) are estimated by their Linears: the plan takes "
@@ -210,7 +218,7 @@ class _Finder:
         """The parameters of modules."""
         weights: list[WeightShape] = []
         replicated: list[int] = []
-        gathered: list[tuple[int, int, bool]] = []
+        gathered: list[GatheredShape] = []
         norms = routed = 0
         for path in names:
             module = self.modules[path]
@@ -231,7 +239,8 @@ class _Finder:
                     weights.append(WeightShape(kind, *self.linears[id(parameter)]))
                 elif kind == WeightKind.GATHERED:
                     rows, cols = parameter.shape[0], parameter[0].numel()
-                    gathered.append((rows, cols, path in self.within and not self.plan.is_full(path)))
+                    partial = path in self.within and not self.plan.is_full(path)
+                    gathered.append(GatheredShape(rows, cols, partial, self._heads_around(path)))
                     weights.append(WeightShape(kind, rows, cols))
                 elif kind != WeightKind.VOCABULARY:
                     replicated.append(parameter.numel())
@@ -245,6 +254,10 @@ class _Finder:
             gathered=tuple(gathered),
             routed=routed,
         )
+
+    def _heads_around(self, path: str) -> int:
+        """Query heads of the block that a module lies in; 0 for none."""
+        return next((block.query for block in self.plan.blocks if is_inside(path, [block.entry])), 0)
 
     def _parts(self, trace: LayerTrace) -> list[LayerPart]:
         """Blocks, experts and groups of Linears on their own, in the order in which they ended."""
@@ -286,6 +299,7 @@ class _Finder:
             module = self.modules[name]
             return LinearShape(*linear_size(module), module.bias is not None)
 
+        inner = plan.mixer.linears if plan.mixer else ()
         down = [name for name in plan.latent if is_linear(self.modules[name])]
         return BlockShape(
             columns=tuple(linear(name) for name in plan.columns),
@@ -299,7 +313,11 @@ class _Finder:
             ),
             down=tuple(linear(name) for name in down),
             rotary=getattr(self.modules[plan.entry], "qk_rope_head_dim") if down and plan.query else 0,  # noqa: B009
-            window=self._window(self.modules[plan.entry]) if plan.query else 0,
+            window=self._window(self.modules[plan.entry]) if plan.is_attention else 0,
+            mixes=plan.mixer is not None,
+            inner=tuple(linear(f"{plan.entry}.{name}") for name in inner),
+            sums=sum(linear(f"{plan.entry}.{name}").rows for name in (plan.mixer.sums if plan.mixer else ())),
+            norm_groups=linear(plan.row).cols // plan.mixer.gate.width if plan.mixer and plan.mixer.gate else 0,
         )
 
 

@@ -7,6 +7,8 @@ weight, or gate and up. In each segment a rank works on
     kv       those of the kv heads that its query heads read
     own      its share of features that belong to no head
 
+Heads of all segments are of one width, which follows from N; or each segment says its own, as in "query:64".
+
 No communication.
 """
 
@@ -98,19 +100,24 @@ def feature_ranges(size: int, segments: Sequence[str], heads: Heads | None, plac
 
     Args:
         size: N.
-        segments: "query", "kv" or "own" for each part; heads of all parts are of one width.
+        segments: "query", "kv" or "own" for each part, with the width of a head where those of the parts differ.
         heads: None where the features belong to no head; then they are divided over (x, y).
         place: whose.
     Raises:
         ValueError: the heads do not explain N.
     """
-    units = [1 if heads is None or kind == "own" else getattr(heads, kind) for kind in segments]
-    width = size // sum(units)
-    if width * sum(units) != size:
-        raise ValueError(f"{size} features are not {' + '.join(map(str, units))} heads of one width.")
+    kinds, widths = zip(*map(_kind_and_width, segments), strict=True)
+    units = [1 if heads is None or kind == "own" else getattr(heads, kind) for kind in kinds]
+    if not all(widths):
+        widths = [size // sum(units)] * len(units)
+        how = "one width"
+    else:
+        how = f"{', '.join(map(str, widths))} features"
+    if sum(unit * width for unit, width in zip(units, widths, strict=True)) != size:
+        raise ValueError(f"{size} features are not {' + '.join(map(str, units))} heads of {how}.")
     axes = ("x", "y") if heads is None else heads.axes
     found, start = [], 0
-    for kind, unit in zip(segments, units, strict=True):
+    for kind, unit, width in zip(kinds, units, widths, strict=True):
         if kind == "kv" and heads is not None and heads.replicate_kv:
             starts = [start + head * width for head in heads.kv_read(place)]
             found.append(FeatureRange(tuple(range(first, first + width) for first in starts), len(starts) * width))
@@ -121,9 +128,22 @@ def feature_ranges(size: int, segments: Sequence[str], heads: Heads | None, plac
     return found
 
 
+def own_count(number: int, kind: str, heads: Heads | None, place: GridPosition) -> int:
+    """Return the share of the rank at `place` of a number of heads or features of the full model, which counts what
+    `kind` says: segments, separated by commas."""
+    return sum(part.padded for part in feature_ranges(number, kind.split(","), heads, place))
+
+
+def _kind_and_width(segment: str) -> tuple[str, int]:
+    """Return ("query", 64) of "query:64"; the width is 0 where it is not there."""
+    kind, _, width = segment.partition(":")
+    return kind, int(width or 0)
+
+
 def is_own_slice(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> bool:
     """Return whether the features that a rank works on are those that the product leaves there."""
-    return len(segments) == 1 and not (segments[0] == "kv" and heads is not None and heads.replicate_kv)
+    kind, _ = _kind_and_width(segments[0])
+    return len(segments) == 1 and not (kind == "kv" and heads is not None and heads.replicate_kv)
 
 
 def sent_features(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> list[list[int]]:

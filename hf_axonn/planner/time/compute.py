@@ -154,6 +154,8 @@ class Compute:
                     found.append(Group(*products, *self._norm(linears[0].rows)))
                 elif part.down and linears[0] != part.columns[-1]:
                     found.append(Group(*products, 0.0, 0.0))
+                elif part.mixes:
+                    found.append(Group(*products, *self.mixing(part, repeat)))
                 elif part.query:
                     found.append(Group(*products, *self.attention(part, repeat), attends=True))
                 else:
@@ -272,6 +274,12 @@ class Compute:
             exchanged = 4 * self.tokens * (heads.query + heads.keys + heads.output) * self.step.compute_bytes
             copies = self.memory_seconds(exchanged, 8)
         return there + rotation + copies, ATTENTION_BACKWARD * back + 2 * rotation + copies
+
+    def mixing(self, block: BlockShape, repeat: int) -> tuple[float, float]:
+        """Seconds of a mixer's work between its projections: taken to read and write what they make twice."""
+        features = sum(linear.rows for linear in block.columns) * repeat / (self.grid.x * self.grid.y)
+        seconds = self.memory_seconds(4 * self.tokens * features * self.step.compute_bytes, 2)
+        return seconds, 2 * seconds
 
     def activation(self, inner: int, passes: int) -> tuple[float, float]:
         """Seconds of the MLP's activation function: reads and writes I features `passes` times, 2, or 5 if gated."""

@@ -28,6 +28,7 @@ from hf_axonn.planner.shapes import (
     gathers_keys,
     own_elements,
     own_experts,
+    own_heads,
     shard_shape,
 )
 from hf_axonn.planner.step import Step
@@ -106,8 +107,9 @@ class StepAccount:
         it does not run again under checkpointing."""
         first, again = Ledger(self.grid), Ledger(self.grid)  # what runs once; what checkpointing runs again
         self.add_norms(again, layer.norms)
-        for rows, cols, partial in layer.gathered:
-            self.add_gathered_parameter(again, rows, cols, ("y", "x") if partial else ())
+        for gathered in layer.gathered:
+            axes = Heads.divide(gathered.heads, gathered.heads, self.place).axes if gathered.heads else ("y", "x")
+            self.add_gathered_parameter(again, gathered.rows, gathered.cols, axes if gathered.partial else ())
         for index, part in enumerate(layer.parts):
             # Adapters come after the product of their Linear, so that all of it runs again.
             last = first if index == layer.ends and not self.step.lora else again
@@ -151,7 +153,7 @@ class StepAccount:
                 into.add(phase, kind, over, elements * self.step.compute_bytes)
 
     def add_block(self, ledger: Ledger, last: Ledger, block: BlockShape) -> None:
-        """Add an attention block or an MLP. What follows its last matmul goes to `last`: recomputation stops there."""
+        """Add attention, a mixer or an MLP. What follows its last matmul goes to `last`: recomputation stops there."""
         grid, pair = self.grid, self.add_pair
         heads = Heads.divide(block.query, block.kv, self.place) if block.query else None
         axes = heads.axes if heads else ("x", "y")
@@ -182,7 +184,11 @@ class StepAccount:
                 ledger.add("backward", "exchange", axes, self.tokens * arriving * self.step.compute_bytes)
         for _, centered in block.inner_norms:
             self.add_statistics(ledger, axes, self.tokens, centered)
-        if block.query and self.gathers_keys:  # ContextAttention: keys and values of whole rows
+        if block.sums:  # ChannelSum
+            pair(ledger, "all_reduce", "all_reduce", ("x", "y"), self.tokens * block.sums)
+        if block.norm_groups and heads and own_heads(block, grid) * block.norm_groups % block.query:  # GatedNorm
+            self.add_statistics(ledger, axes, self.tokens * block.norm_groups, centered=False)
+        if block.is_attention and self.gathers_keys:  # ContextAttention: keys and values of whole rows
             own = HeadFeatures.from_block(block, grid, divided=False)
             if reach := grid.reach(block.window, self.step.seq):  # the ends of stripes, to the ranks beside this one
                 index = self.place.index("context")
@@ -192,7 +198,7 @@ class StepAccount:
                     ledger.add(phase, "exchange", ("context",), sent)
             else:
                 pair(ledger, "all_gather", "reduce_scatter", ("context",), self.tokens * own.keys)
-        elif block.query and grid.context > 1:  # to whole rows of fewer heads, and back
+        elif block.is_attention and grid.context > 1:  # to whole rows of fewer heads, and back
             own = HeadFeatures.from_block(block, grid, divided=True)
             for sent in (own.query + own.keys, own.output):
                 pair(ledger, "all_to_all", "all_to_all", ("context",), self.tokens * sent)

@@ -124,12 +124,15 @@ def one_line(error: BaseException | str) -> str:
 
 
 def divides_both(model: nn.Module, plan: ShardingPlan) -> bool:
-    """Return whether attention or mixers, and MLPs or experts, are blocks in some layers of a plan."""
-    kinds = {bool(block.query) for block in plan.blocks}
+    """Return whether attention or mixers, and MLPs or experts, are blocks in some layers of a plan; of Mamba, which
+    has nothing but mixers, whether these are."""
+    kinds = {block.is_attention or block.mixer is not None for block in plan.blocks}
     layers = [model.get_submodule(name) for name in plan.layers]
     if any(is_experts(module) or is_per_token_experts(module) for layer in layers for module in layer.modules()):
         kinds.add(False)
-    return kinds == {True, False}
+    return kinds == {True, False} or (
+        bool(plan.blocks) and all(block.mixer for block in plan.blocks) and not plan.full_sequence
+    )
 
 
 def examine(specimen: Specimen, config: AxonnConfig) -> Finding:

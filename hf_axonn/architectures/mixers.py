@@ -1,0 +1,305 @@
+"""Mixers whose heads or channels can be divided: what their parts are, by kinds and not by model types.
+
+    Mamba 2       one projection makes z, x, B, C and dt; heads of x, groups of which share B and C
+    delta net     q, k, v, a gate and two numbers a head; a head of q and k goes with several of v
+    short conv    one projection makes B, C and x; every channel by itself
+    Mamba 1       one projection makes x and z; dt, B and C are made of the x of all channels, or of those of a head
+
+A kind is known by the modules and parameters that a mixer has, and by sizes that explain their shapes. Its own code
+then runs on random numbers, for all heads and for those of some ranks: what arrives at its last projection has to be
+the same. No communication, no change to the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from hf_axonn.architectures.norm_probe import gated_norm_kind
+from hf_axonn.architectures.trials import EXACT, Wide, close, isolate, replace_forwards
+from hf_axonn.compat.bitsandbytes import is_four_bit
+from hf_axonn.engine.linears import is_linear, linear_size
+from hf_axonn.layers.base import replaced
+from hf_axonn.layers.head_exchange import take_heads
+from hf_axonn.layers.mixer import GatedNormKind
+from hf_axonn.topology.grid import Grid, GridPosition, divisors
+from hf_axonn.topology.heads import Heads, feature_ranges, own_count
+
+
+@dataclass(frozen=True)
+class MixerParts:
+    """The parts of a mixer; names are relative to it.
+
+    Attributes:
+        columns, row: its projections, and what their outputs consist of (topology/heads.py).
+        query, kv: numbers of heads, and of groups of them; 0 where channels belong to no head.
+        attributes: of the mixer, which hold a number of the full model -> what it counts.
+        parameters: parameters and buffers of which a rank uses a part -> the dim, and what it consists of.
+        linears: Linears beside the projections; `parameters` has their weights.
+        sums: those of them that every rank gives its own channels, and whose output all channels read.
+        norm: the norm over the features of all heads before the row layer, if any.
+        gate: what that norm computes.
+        direct: whether the code projects its input as it is, where no mask is given.
+    """
+
+    columns: dict[str, tuple[str, ...]]
+    row: str
+    query: int = 0
+    kv: int = 0
+    attributes: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    linears: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
+    norm: str = ""
+    gate: GatedNormKind | None = None
+    direct: bool = True
+
+    @property
+    def heads_or_channels(self) -> tuple[str, ...]:
+        """What the input of the row layer consists of."""
+        return ("query",) if self.query else ("own",)
+
+
+CHUNK = 4  # tokens of a chunk of a scan in a trial
+TOKENS = 6
+_TRIED: dict[tuple, MixerParts | str] = {}
+
+
+def mixer_parts(module: nn.Module) -> MixerParts | None:
+    """Return the parts of a module that looks like a mixer, untried."""
+    for kind in (_mamba2, _delta_net, _short_conv, _mamba1, _mamba1_of_heads):
+        with contextlib.suppress(AttributeError, ZeroDivisionError):
+            parts = kind(module)
+            if parts is not None and _explains(module, parts):
+                counts = {name: kind for name, kind in parts.attributes.items() if hasattr(module, name)}
+                return replace(parts, attributes=counts)
+    return None
+
+
+def divide_mixer(module: nn.Module) -> MixerParts | str:
+    """Return the parts of a mixer whose code runs on some of its heads or channels; else why it cannot be divided."""
+    parts = mixer_parts(module)
+    if parts is None:
+        return "not known as a block"
+    look = (type(module), str(parts), tuple((name, each.shape) for name, each in _tensors(module, parts)))
+    if look not in _TRIED:
+        _TRIED[look] = _try(module, parts)
+    return _TRIED[look]
+
+
+def _mamba2(mixer: nn.Module) -> MixerParts | None:
+    if not _has(mixer, "in_proj conv1d out_proj A_log D dt_bias"):
+        return None
+    heads, groups = mixer.num_heads, mixer.n_groups
+    inner, channels = linear_size(mixer.out_proj)[1], len(mixer.conv1d.weight)
+    width, state = inner // heads, (channels - inner) // (2 * groups)
+    mixed = (f"query:{width}", f"kv:{state}", f"kv:{state}")
+    every = {name: (0, ("query",)) for name in ("A_log", "D", "dt_bias")}
+    if "mup_vector" in mixer._buffers:
+        every["mup_vector"] = (2, (f"query:{width}", *mixed, "query:1"))
+    counts = {"num_heads": "query", "intermediate_size": "query", "n_groups": "kv", "conv_dim": ",".join(mixed)}
+    return MixerParts(
+        columns={"in_proj": (f"query:{width}", *mixed, "query:1")},
+        row="out_proj",
+        query=heads,
+        kv=groups,
+        attributes=counts,
+        parameters=every | _conv("conv1d", mixer.conv1d, mixed),
+        norm="norm" if any(True for _ in mixer.norm.parameters()) else "",
+    )
+
+
+def _delta_net(mixer: nn.Module) -> MixerParts | None:
+    if not _has(mixer, "conv1d A_log dt_bias"):
+        return None
+    values, keys, of_key, of_value = mixer.num_v_heads, mixer.num_k_heads, mixer.head_k_dim, mixer.head_v_dim
+    mixed = (f"kv:{of_key}", f"kv:{of_key}", f"query:{of_value}")
+    row, query = "out_proj", values
+    columns: dict[str, tuple[str, ...]]
+    if _has(mixer, "in_proj_qkvz in_proj_ba"):  # what goes with a head of keys stands side by side
+        query = keys
+        columns = {"in_proj_qkvz": ("query",), "in_proj_ba": ("query",)}
+        mixed = (f"query:{of_key}", f"query:{of_key}", f"query:{values // keys * of_value}")
+    elif _has(mixer, "in_proj_qkv in_proj_z in_proj_b in_proj_a"):
+        columns = {"in_proj_qkv": mixed} | {f"in_proj_{name}": ("query",) for name in "zba"}
+    elif _has(mixer, "q_proj k_proj v_proj a_proj b_proj g_proj o_proj"):
+        row = "o_proj"
+        columns = {f"{name}_proj": ("kv",) if name in "qk" else ("query",) for name in "qkvabg"}
+    else:
+        return None
+    counts = {"num_v_heads": "query", "value_dim": "query", "num_k_heads": "kv", "key_dim": "kv"}
+    every = {name: (0, ("query",)) for name in ("A_log", "dt_bias")}
+    return MixerParts(columns, row, query, keys, counts, every | _conv("conv1d", mixer.conv1d, mixed))
+
+
+def _short_conv(mixer: nn.Module) -> MixerParts | None:
+    if not _has(mixer, "in_proj conv out_proj"):
+        return None
+    return MixerParts({"in_proj": ("own", "own", "own")}, "out_proj", parameters=_conv("conv", mixer.conv, ("own",)))
+
+
+def _mamba1(mixer: nn.Module) -> MixerParts | None:
+    if not _has(mixer, "in_proj conv1d x_proj dt_proj out_proj A_log D"):
+        return None
+    every = {name: (0, ("own",)) for name in ("A_log", "D", "dt_proj.weight", "dt_proj.bias")}
+    every |= {"x_proj.weight": (1, ("own",))} | _conv("conv1d", mixer.conv1d, ("own",))
+    columns, inner = {"in_proj": ("own", "own")}, ("x_proj", "dt_proj")
+    return MixerParts(columns, "out_proj", parameters=every, linears=inner, sums=("x_proj",))
+
+
+def _mamba1_of_heads(mixer: nn.Module) -> MixerParts | None:
+    own = "x_proj_weight dt_proj_weight dt_proj_bias A_log D"
+    if not _has(mixer, f"in_proj conv1d out_proj {own}"):
+        return None
+    heads = mixer.n_mamba_heads
+    every = {name: (0, ("query",)) for name in own.split()} | _conv("conv1d", mixer.conv1d, ("query",))
+    return MixerParts({"in_proj": ("query",)}, "out_proj", heads, heads, {"n_mamba_heads": "query"}, every)
+
+
+def _has(module: nn.Module, names: str) -> bool:
+    return all(isinstance(getattr(module, name, None), (nn.Module, nn.Parameter)) for name in names.split())
+
+
+def _conv(name: str, conv: nn.Module, channels: tuple[str, ...]) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """The parameters of a convolution of each channel along the row."""
+    if not isinstance(conv, nn.Conv1d) or conv.groups != conv.in_channels or conv.groups != conv.out_channels:
+        raise AttributeError("it mixes channels")
+    return {f"{name}.{child}": (0, channels) for child, each in conv._parameters.items() if each is not None}
+
+
+def _explains(module: nn.Module, parts: MixerParts) -> bool:
+    """Return whether the sizes of a kind explain the shapes of a module, which has no other Linears."""
+    linears = {name: each for name, each in module.named_modules() if is_linear(each)}
+    whole = any(is_four_bit(linears.get(name)) for name in parts.linears)  # whose weights cannot be taken apart
+    if linears.keys() != {*parts.columns, parts.row, *parts.linears} or whole:
+        return False
+    if linear_size(linears[parts.row])[1] % max(parts.query, 1) or parts.query % max(parts.kv, 1):
+        return False
+    here = Grid().place(0)
+    heads = Heads.divide(parts.query, parts.kv, here) if parts.query else None
+    sizes = [(linear_size(linears[name])[0], segments) for name, segments in parts.columns.items()]
+    tensors = dict(_tensors(module, parts))
+    sizes += [(tensors[name].shape[dim], segments) for name, (dim, segments) in parts.parameters.items()]
+    try:
+        for size, segments in sizes:
+            feature_ranges(size, segments, heads, here)
+    except ValueError:
+        return False
+    return True
+
+
+def _tensors(module: nn.Module, parts: MixerParts) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers of a mixer, but for those of its projections."""
+    for name, each in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if name.rpartition(".")[0] not in (*parts.columns, parts.row) and each.is_floating_point():
+            yield name, each
+
+
+def _try(module: nn.Module, parts: MixerParts) -> MixerParts | str:
+    """Return the parts with what a trial has found out about them; else why the mixer cannot be divided."""
+    if parts.norm:
+        norm = module.get_submodule(parts.norm)
+        kind = gated_norm_kind(norm, linear_size(module.get_submodule(parts.row))[1])
+        if kind is None or kind.width % (linear_size(module.get_submodule(parts.row))[1] // parts.query):
+            return f"its {parts.norm} is no RMSNorm of groups of heads with a gate"
+        parts = replace(parts, gate=kind)
+    trial = _Trial(module, parts)
+    try:
+        with isolate(), Wide(), torch.no_grad(), _reference_functions(module):
+            full, direct = trial.run(None)
+            # Few ranks, and as many as there are heads; channels are divided with padding.
+            for size in dict.fromkeys(divisors(parts.query)[1:][:: max(1, len(divisors(parts.query)) - 2)] or (2, 3)):
+                for rank in (0, size - 1):
+                    here = Grid(x=size).place(rank)
+                    expected = [trial.take(whole, parts.heads_or_channels, here) for whole in full]
+                    ours, _ = trial.run(here)
+                    if not all(map(_equal, expected, ours)):
+                        return "its code computes something else of some of its heads"
+    except Exception as error:  # whatever a class does with numbers of the full model
+        return f"its code does not run on some of its heads ({type(error).__name__})"
+    return replace(parts, direct=direct)
+
+
+def _equal(truth: Tensor, ours: Tensor) -> bool:
+    return truth.shape == ours.shape and close(truth, ours, EXACT)
+
+
+class _Trial:
+    """Runs of a mixer's code on random numbers, with what a rank has of them.
+
+    Args:
+        module: the mixer, whose parameters may have no values yet.
+    """
+
+    def __init__(self, module: nn.Module, parts: MixerParts) -> None:
+        self.module, self.parts = module, parts
+        generator = torch.Generator().manual_seed(1)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+        self.tensors = {name: random(*each.shape) for name, each in _tensors(module, parts)}
+        linears = {name: linear_size(module.get_submodule(name)) for name in (*parts.columns, *parts.sums)}
+        self.outputs = {name: random(2, TOKENS, rows) for name, (rows, _) in linears.items()}
+        self.hidden = random(2, TOKENS, next(cols for _, cols in linears.values()))
+
+    def heads(self, here: GridPosition) -> Heads | None:
+        """The division of the heads at a position."""
+        return Heads.divide(self.parts.query, self.parts.kv, here) if self.parts.query else None
+
+    def take(self, full: Tensor, segments: tuple[str, ...], here: GridPosition, dim: int = -1) -> Tensor:
+        """The part at a position of a tensor; all of it without segments."""
+        return take_heads(full, dim, segments, self.heads(here), here) if segments else full
+
+    def run(self, here: GridPosition | None) -> tuple[list[Tensor], bool]:
+        """Return what the sums and the row layer get, at a position or of the full model, and whether every projection
+        got the mixer's input itself."""
+        module, parts, here = self.module, self.parts, here or Grid().place(0)
+        seen: list[Tensor] = []
+        direct: list[bool] = []
+
+        def project(name: str, hidden: Tensor) -> Tensor:
+            direct.append(hidden is self.hidden)
+            return self.take(self.outputs[name], parts.columns[name], here)
+
+        def note(output: Tensor, hidden: Tensor) -> Tensor:
+            seen.append(hidden)
+            return output
+
+        stubs: dict[nn.Module, Callable] = {module.get_submodule(parts.row): functools.partial(note, self.hidden)}
+        stubs |= {module.get_submodule(name): functools.partial(project, name) for name in parts.columns}
+        stubs |= {module.get_submodule(name): functools.partial(note, self.outputs[name]) for name in parts.sums}
+        if parts.norm:
+            stubs[module.get_submodule(parts.norm)] = lambda hidden, gate: hidden + torch.cos(gate)
+        numbers = {
+            name: own_count(getattr(module, name), kind, self.heads(here), here)
+            for name, kind in parts.attributes.items()
+        }
+        numbers |= {"chunk_size": CHUNK} if hasattr(module, "chunk_size") else {}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replace_forwards(module, stubs))
+            stack.enter_context(replaced(vars(module), numbers))
+            for name, full in self.tensors.items():
+                dim, segments = parts.parameters.get(name, (0, ()))
+                own = self.take(full, segments, here, dim)
+                owner, _, child = name.rpartition(".")
+                stack.enter_context(replaced(vars(module.get_submodule(owner)), {child: own}))
+            module.forward(self.hidden)
+        return seen, all(direct)
+
+
+@contextlib.contextmanager
+def _reference_functions(module: nn.Module) -> Iterator[None]:
+    """Let the code of a mixer find Transformers' own functions, where a package of kernels, for GPUs, has taken their
+    place."""
+    names = inspect.unwrap(type(module).forward).__globals__
+    own = {name: each for name, each in names.items() if getattr(each, "__module__", None) == names["__name__"]}
+    with replaced(names, {name: each.__wrapped__ for name, each in own.items() if hasattr(each, "__wrapped__")}):
+        yield
