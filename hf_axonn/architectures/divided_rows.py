@@ -43,7 +43,8 @@ def why_rows_stay_whole(model: nn.Module, plan: ShardingPlan) -> str:
     """Return why context cannot divide the positions of a model's rows, or nothing where it is known that it can."""
     if plan.decoder is None or not has_causal_lm_loss(model):
         return "it is no causal language model whose layers are known" + (f" ({plan.reason})" if plan.reason else "")
-    if not (takes_positions(model) or uses_alibi(model)):
+    attends = plan.full_sequence or any(block.is_attention for block in plan.blocks)
+    if attends and not (takes_positions(model) or uses_alibi(model)):
         return "its forward takes no position_ids, and would number the positions of each rank from 0"
     if not mask_functions(model):
         return "it does not make its attention masks by the functions of transformers.masking_utils"

@@ -65,7 +65,7 @@ class BlockShape:
     inner: tuple[LinearShape, ...] = ()
     sums: int = 0
 
-    @property
+    @cached_property
     def is_attention(self) -> bool:
         """True if its heads attend to keys."""
         return self.query > 0 and not self.mixes

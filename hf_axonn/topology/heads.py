@@ -14,6 +14,7 @@ No communication.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,7 +107,7 @@ def feature_ranges(size: int, segments: Sequence[str], heads: Heads | None, plac
     Raises:
         ValueError: the heads do not explain N.
     """
-    kinds, widths = zip(*map(_kind_and_width, segments), strict=True)
+    kinds, widths = _kinds_and_widths(tuple(segments))
     units = [1 if heads is None or kind == "own" else getattr(heads, kind) for kind in kinds]
     if not all(widths):
         widths = [size // sum(units)] * len(units)
@@ -134,16 +135,16 @@ def own_count(number: int, kind: str, heads: Heads | None, place: GridPosition) 
     return sum(part.padded for part in feature_ranges(number, kind.split(","), heads, place))
 
 
-def _kind_and_width(segment: str) -> tuple[str, int]:
-    """Return ("query", 64) of "query:64"; the width is 0 where it is not there."""
-    kind, _, width = segment.partition(":")
-    return kind, int(width or 0)
+@functools.lru_cache(maxsize=1024)  # a search of grids asks again and again
+def _kinds_and_widths(segments: tuple[str, ...]) -> tuple[list[str], list[int]]:
+    """Return (["query", "kv"], [64, 16]) of ("query:64", "kv:16"); a width is 0 where it is not there."""
+    pairs = [segment.partition(":") for segment in segments]
+    return [kind for kind, _, _ in pairs], [int(width or 0) for *_, width in pairs]
 
 
 def is_own_slice(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> bool:
     """Return whether the features that a rank works on are those that the product leaves there."""
-    kind, _ = _kind_and_width(segments[0])
-    return len(segments) == 1 and not (kind == "kv" and heads is not None and heads.replicate_kv)
+    return len(segments) == 1 and not (segments[0].startswith("kv") and heads is not None and heads.replicate_kv)
 
 
 def sent_features(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> list[list[int]]:

@@ -1,0 +1,173 @@
+"""Mixers over (x, y): by heads or channels, equal to one process, with a quarter of its work and activations on x=4.
+
+Loss and gradients of every type with mixers on every kind of grid are compared by the survey, what is saved, exported
+and adapted by tests/architectures/test_kinds_in_use.py, tokens by tests/parallel/test_generate_planned.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeShortConv
+
+from hf_axonn import Grid, parallelize
+from hf_axonn.architectures.mixers import divide_mixer
+from hf_axonn.architectures.plan import plan_for
+from tests.benchmarks.architectures.survey import in_float64
+from tests.benchmarks.architectures.tiny_configs import tiny_config, tiny_model
+from tests.helpers.equality import Case, compare, too_large
+from tests.helpers.models import tiny_batch
+from tests.helpers.ranks import run_ranks
+
+
+# One of each kind. On x=4 a group of Mamba 2's norm lies on two ranks, and two ranks read the same B, C, q and k.
+KINDS = ("nemotron_h", "qwen3_5", "lfm2_moe", "mamba")
+OTHERS = (
+    "mamba2",
+    "falcon_h1",
+    "bamba",
+    "zamba2",
+    "qwen3_next",
+    "olmo_hybrid",
+    "lfm3",
+    "jamba",
+    "falcon_mamba",
+    "zamba",
+)
+IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
+FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+
+
+def steps_of(kind):
+    """Three steps on rows some of which are padded, so that mixers mask their input before they project it."""
+    return Case(kind, functools.partial(tiny_model, kind), [tiny_batch(4, 7)], steps=3, context=in_float64)
+
+
+def errors(kinds, grids):
+    cases = [(case, case.truth()) for case in map(steps_of, kinds)]
+    table = run_ranks(_unfused, grids[0].size, cases, grids, timeout=560)[0]
+    assert len(table) == len(kinds) * len(grids)
+    return too_large(table, 1e-10)
+
+
+def _unfused(cases, grids):
+    """Compare where every fused kernel that would be handed full weights fails."""
+
+    def fail(*_, **__):
+        raise AssertionError("a fused kernel was called with full weights")
+
+    for case, _ in cases:
+        names = vars(sys.modules[type(case.make()).__module__])
+        names |= {name: fail for name in FUSED if name in names}
+    return compare(cases, grids)
+
+
+def test_three_steps_of_each_kind():
+    assert not errors(KINDS, [Grid(x=4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "grids", [[Grid(x=2), Grid(y=2)], [Grid(x=4), Grid(y=4), Grid(z=2, x=2)]], ids=["two", "four"]
+)
+def test_three_steps_of_every_kind(grids):
+    assert not errors((*KINDS, *OTHERS), grids)
+
+
+def of_heads(kind, length):
+    """A model in which everything that reads along the row has heads and groups for four ranks."""
+    config = tiny_config(kind)
+    sizes = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=16, hidden_size=64, vocab_size=128)
+    sizes |= dict(max_position_embeddings=length, intermediate_size=128, num_hidden_layers=4)
+    if kind == "nemotron_h":
+        sizes |= dict(mamba_num_heads=8, n_groups=4, mamba_head_dim=16, ssm_state_size=16, chunk_size=32)
+        sizes |= dict(layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"])
+    else:
+        sizes |= dict(linear_num_value_heads=8, linear_num_key_heads=4, linear_key_head_dim=16)
+        sizes |= dict(linear_value_head_dim=16, mlp_only_layers=[0, 1, 2, 3])
+        sizes |= dict(layer_types=["linear_attention"] * 3 + ["full_attention"])
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(type(config)(**{**config.to_dict(), **sizes})).train()
+
+
+def work(kind, grid):
+    """FLOPs of a step, and the bytes that one more position of a row keeps for backward.
+
+    Without the gradients of convolutions, which torch counts as if every channel met every other.
+    """
+    kept, flops = [], 0
+    for length in (64, 128):
+        model, _ = parallelize(of_heads(kind, length), grid)
+        ids = torch.arange(length).remainder(100)[None] + 3
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor, storages=storages):
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = model(input_ids=ids, labels=ids).loss
+            kept.append(sum(storage.nbytes() for storage in storages.values()))
+            loss.backward()
+        found = counter.get_flop_counts()["Global"]
+        flops = sum(count for name, count in found.items() if name is not torch.ops.aten.convolution_backward)
+    return flops, (kept[1] - kept[0]) / 64
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "qwen3_next"])
+def test_work_and_activations_of_a_rank_fall_as_one_over_x(kind):
+    assert not plan_for(of_heads(kind, 64)).full_sequence
+    ((whole, kept),) = run_ranks(work, 1, kind, Grid())
+    for flops, bytes_ in run_ranks(work, 4, kind, Grid(x=4)):
+        assert flops == pytest.approx(whole / 4, rel=0.1)
+        assert bytes_ == pytest.approx(kept / 4, rel=0.1)
+
+
+def test_heads_that_do_not_divide_are_repeated_and_reported():
+    for lines in run_ranks(_report_of, 3, "qwen3_next"):
+        assert "2 heads are not divisible by x = 3: attention on all heads on every rank" in lines
+
+
+def _report_of(kind):
+    return "\n".join(parallelize(tiny_model(kind), Grid(x=3))[1].lines())
+
+
+class Planted(Lfm2MoeShortConv):
+    """A short convolution whose code takes a mean over all channels."""
+
+    def forward(self, hidden_states, past_key_values=None, attention_mask=None, **kwargs):
+        gate, out, x = self.in_proj(hidden_states).chunk(3, dim=-1)
+        hidden = (gate * x).transpose(1, 2)
+        hidden = torch.nn.functional.conv1d(hidden, self.conv.weight, groups=hidden.shape[1], padding=2)
+        hidden = hidden[..., : hidden_states.shape[1]].transpose(1, 2)
+        return self.out_proj(out * (hidden - hidden.mean(dim=-1, keepdim=True)))
+
+
+def test_a_mixer_whose_code_reads_all_channels_is_repeated_with_the_reason():
+    model = tiny_model("lfm2_moe")
+    model.model.layers[0].conv = Planted(model.config, 0)
+    assert plan_for(model).full_sequence == {
+        "model.layers.0.conv": "its code computes something else of some of its heads"
+    }
+
+
+def test_packages_of_kernels_are_not_asked_about_mixers(monkeypatch):
+    """Where causal-conv1d and mamba-ssm are installed, functions of the model's file call them, for GPUs alone."""
+    mixer = tiny_model("nemotron_h").model.layers[0].mixer
+    names = inspect.unwrap(type(mixer).forward).__globals__
+    for name in ("causal_conv1d_fn", "mamba2_chunk_scan"):
+
+        @functools.wraps(inspect.unwrap(names[name]))
+        def fail(*_, **__):
+            raise RuntimeError("expected a CUDA tensor")
+
+        monkeypatch.setitem(names, name, fail)
+    monkeypatch.setattr("hf_axonn.architectures.mixers._TRIED", {})
+    assert not isinstance(divide_mixer(mixer), str)
