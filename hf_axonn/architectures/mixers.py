@@ -146,7 +146,7 @@ def _short_conv(mixer: nn.Module) -> MixerParts | None:
 
 
 def _mamba1(mixer: nn.Module) -> MixerParts | None:
-    if not _has(mixer, "in_proj conv1d x_proj dt_proj out_proj A_log D"):
+    if not _has(mixer, "in_proj conv1d x_proj dt_proj out_proj A_log D") or mixer.x_proj.bias is not None:
         return None
     every = {name: (0, ("own",)) for name in ("A_log", "D", "dt_proj.weight", "dt_proj.bias")}
     every |= {"x_proj.weight": (1, ("own",))} | _conv("conv1d", mixer.conv1d, ("own",))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, replaced
 from hf_axonn.layers.block import Block, ColumnParallel, RowParallel
+from hf_axonn.layers.gathered import GatheredParameters
 from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.layers.norms import FeatureShards, NormKind, normalize
 from hf_axonn.topology.heads import Heads
@@ -113,19 +115,28 @@ def normalize_gated(
     return result if kind.rounding == "normal" else result.to(hidden.dtype)
 
 
-class ChannelSum:
-    """A Linear of all channels inside of a mixer, of whose weight a rank has the columns of its own channels. Global
+class ChannelSum(GatheredParameters):
+    """A Linear of all channels inside of a mixer, of whose weight a rank uses the columns of its own channels. Global
     [B, S, I] -> [B, S, N], local [B, S, I/(x*y)] -> [B, S, N], the same on all ranks of (x, y).
 
-    Collectives: all-reduce over (x, y), forward and backward: every rank goes on with all of it and its own channels.
+    Collectives: those of GatheredParameters, and an all-reduce over (x, y), forward and backward: every rank goes on
+    with all of the output, for its own channels.
+
+    Attributes:
+        gathers_rows: whether context divides rows, which mixers gather.
     """
 
-    def __init__(self, state: ParallelState, linear: nn.Module) -> None:
-        self.group = state.mesh.group("x", "y")
-        patch_forward(linear, self._forward)
+    def __init__(self, state: ParallelState, module: nn.Module, **arguments: Any) -> None:
+        super().__init__(state, module, **arguments)
+        self.gathers_rows = state.grid.context > 1
 
-    def _forward(self, original: Callable, hidden: Tensor) -> Tensor:
-        return all_reduce_backward(all_reduce(original(hidden), self.group), self.group)
+    def _forward(self, original: Callable, *args, **kwargs) -> Tensor:
+        return self.add_up(super()._forward(original, *args, **kwargs))
+
+    def add_up(self, share: Tensor) -> Tensor:
+        """The sum over ranks of what each has made of its own channels."""
+        group = self.state.mesh.group("x", "y")
+        return all_reduce_backward(all_reduce(share, group), group)
 
 
 class GatedNorm:

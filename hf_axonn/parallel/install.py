@@ -90,9 +90,8 @@ def install_layers(
     _install_experts(model, kinds, state)
     _install_linears(model, kinds, state)
     own = {module: parts for block in plan.all_blocks for module, parts in _own_parts(model, block, state).items()}
-    _install_gathered(model, kinds, own, state)
+    _install_gathered(model, plan, kinds, own, state)
     _install_replicated(model, own, state)
-    _install_sums(model, plan, state)
     _install_norms(model, plan, layout, state)
     if plan.decoder is not None:
         install_decoder(state, model, plan)
@@ -226,14 +225,17 @@ def _install_linears(model: nn.Module, kinds: dict[int, WeightKind], state: Shar
             _note(state, name, module, WeightKind.LINEAR)
 
 
-def _install_gathered(model: nn.Module, kinds: dict[int, WeightKind], own: OwnParts, state: ShardedModel) -> None:
-    """Install modules with large parameters that nothing else is known of."""
+def _install_gathered(
+    model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind], own: OwnParts, state: ShardedModel
+) -> None:
+    """Install modules with large parameters of which nothing is known, or of which ranks use parts."""
+    sums = {f"{block.entry}.{path}" for block in plan.blocks if block.mixer for path in block.mixer.sums}
     for name, module in _remaining(model, state):
         parameters = module._parameters.items()
         names = [child for child, parameter in parameters if kinds.get(id(parameter)) == WeightKind.GATHERED]
         if names:
-            install = functools.partial(GatheredParameters, state, own=own.get(module))
-            state.install(module, functools.partial(install, partial_axes=state.axes(name), names=names))
+            layer = functools.partial(ChannelSum if name in sums else GatheredParameters, state, own=own.get(module))
+            state.install(module, functools.partial(layer, partial_axes=state.axes(name), names=names))
             _note(state, name, module, WeightKind.GATHERED)
 
 
@@ -260,13 +262,6 @@ def _own_parts(model: nn.Module, block: BlockPlan, state: ShardedModel) -> OwnPa
         rows, _ = feature_slice(heads.query, state.mesh, *heads.axes)
         parts[entry] = dict.fromkeys(entry._parameters, operator.itemgetter(rows))
     return parts
-
-
-def _install_sums(model: nn.Module, plan: ShardingPlan, state: ShardedModel) -> None:
-    """Let projections of the channels of all ranks, inside of mixers, return their sums over the ranks."""
-    for block in plan.blocks:
-        for path in block.mixer.sums if block.mixer else ():
-            state.install(model.get_submodule(f"{block.entry}.{path}"), functools.partial(ChannelSum, state))
 
 
 def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, state: ShardedModel) -> None:

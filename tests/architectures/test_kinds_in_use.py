@@ -34,6 +34,7 @@ KINDS = (
     "gemma4_text", "gemma3n_text", "mimo_v2_flash", "bitnet", "nemotron_h", "longcat_flash", "zamba2", "deepseek_v32",
 )  # fmt: skip
 OTHERS = ("bart", "phi4_multimodal", "moshi", "fuyu", "recurrent_gemma", "dbrx", "zamba", "gemma4")
+MIXERS = ("qwen3_5", "falcon_h1", "lfm2_moe", "mamba", "jamba", "mamba2")
 
 
 def gradients_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -57,6 +58,7 @@ def adapted(kind: str) -> nn.Module:
     model = tiny_model(kind)
     blocks = plan_for(model).blocks
     names = [name for block in blocks for name in (*block.columns, block.row)]
+    names += [f"{block.entry}.{name}" for block in blocks if block.mixer for name in block.mixer.sums]
     names = [name for name in names if kind not in NOT_IN_PEFT or not name.endswith("out_proj")]
     model = get_peft_model(model, LoraConfig(r=3, target_modules=names, init_lora_weights=False))
     generator = torch.Generator().manual_seed(4)
@@ -118,6 +120,6 @@ def test_one_kind(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [KINDS[1:], OTHERS], ids=["kinds", "others"])
+@pytest.mark.parametrize("kinds", [KINDS[1:], OTHERS, MIXERS], ids=["kinds", "others", "mixers"])
 def test_the_others(kinds, tmp_path):
     check(kinds, tmp_path)

@@ -32,8 +32,8 @@ KINDS = {
     "jetmoe": "experts with methods of their own",
     "llama": "attention and MLP by blocks",
     "longcat_flash": "a router that reads the weight of a Linear",
-    "mamba": "a mixer that reads the weights of its convolution and Linears",
-    "qwen3_next": "linear attention beside gated attention",
+    "mamba": "a mixer of channels, whose code reads the weights of its convolution and Linears",
+    "qwen3_next": "linear attention by heads beside gated attention",
 }
 OTHERS = {
     "bart": "scaled embeddings, learned positions",

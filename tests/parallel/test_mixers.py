@@ -68,8 +68,8 @@ def _unfused(cases, grids):
     return compare(cases, grids)
 
 
-def test_three_steps_of_each_kind():
-    assert not errors(KINDS, [Grid(x=4)])
+def test_three_steps_of_two_kinds():
+    assert not errors(("nemotron_h", "mamba"), [Grid(x=4)])
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def work(kind, grid):
     return flops, (kept[1] - kept[0]) / 64
 
 
-@pytest.mark.parametrize("kind", ["nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["nemotron_h", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_work_and_activations_of_a_rank_fall_as_one_over_x(kind):
     assert not plan_for(of_heads(kind, 64)).full_sequence
     ((whole, kept),) = run_ranks(work, 1, kind, Grid())

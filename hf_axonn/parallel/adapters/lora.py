@@ -29,6 +29,7 @@ from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, take_slice
 from hf_axonn.layers.block import ColumnParallel, RowParallel
 from hf_axonn.layers.latent_attention import LatentColumnParallel
+from hf_axonn.layers.mixer import ChannelSum
 from hf_axonn.layers.vocabulary import LowRank, defers, own_tokens
 from hf_axonn.topology.heads import feature_slice
 
@@ -160,6 +161,24 @@ class RowLora:
         return F.linear(down, self.output.parameter(self.b.weight), bias)
 
 
+class ChannelLora:
+    """A and B of a Linear of all channels inside of a mixer. Collectives: all-reduce of [T, r] over (x, y), both ways."""
+
+    def __init__(self, state: ParallelState, layer: ChannelSum, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
+        self.state, self.layer, self.output = state, layer, output
+        self.a, self.b = a, b
+        patch_forward(a, self._down)
+        patch_forward(b, self._up)
+
+    def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
+        own = self.layer.own["weight"](replicated_local(self.a.weight, self.state.mesh, ("x", "y")))
+        return self.layer.add_up(F.linear(hidden, own))
+
+    def _up(self, _original: Callable, down: Tensor) -> Tensor:
+        bias = None if self.b.bias is None else self.output.parameter(self.b.bias)
+        return F.linear(down, self.output.parameter(self.b.weight), bias)
+
+
 class HeadLora:
     """A and B of a head: in training with labels what they add is left to the loss, as the logits are.
 
@@ -198,4 +217,7 @@ def install_pair(
     if isinstance(layer, RowParallel):
         RowLora(state, layer, output, a, b)
         return layer.axes
+    if isinstance(layer, ChannelSum):
+        ChannelLora(state, layer, output, a, b)
+        return ("x", "y")
     return None
