@@ -63,13 +63,13 @@ class MixerParts:
 
     @property
     def heads_or_channels(self) -> tuple[str, ...]:
-        """What the input of the row layer consists of."""
+        """Return what the input of the row layer consists of."""
         return ("query",) if self.query else ("own",)
 
 
 CHUNK = 4  # tokens of a chunk of a scan in a trial
 TOKENS = 6
-_TRIED: dict[tuple, MixerParts | str] = {}
+_TRIED: dict[tuple, MixerParts | str] = {}  # what trials have found out, by class, parts and shapes
 
 
 def mixer_parts(module: nn.Module) -> MixerParts | None:
@@ -88,6 +88,11 @@ def divide_mixer(module: nn.Module) -> MixerParts | str:
     parts = mixer_parts(module)
     if parts is None:
         return "not known as a block"
+    if parts.norm:
+        size = linear_size(module.get_submodule(parts.row))[1]
+        parts = replace(parts, gate=gated_norm_kind(module.get_submodule(parts.norm), size))
+        if parts.gate is None or parts.gate.width % (size // parts.query):
+            return f"its {parts.norm} is no RMSNorm of groups of heads with a gate"
     look = (type(module), str(parts), tuple((name, each.shape) for name, each in _tensors(module, parts)))
     if look not in _TRIED:
         _TRIED[look] = _try(module, parts)
@@ -204,24 +209,17 @@ def _tensors(module: nn.Module, parts: MixerParts) -> Iterator[tuple[str, Tensor
 
 def _try(module: nn.Module, parts: MixerParts) -> MixerParts | str:
     """Return the parts with what a trial has found out about them; else why the mixer cannot be divided."""
-    if parts.norm:
-        norm = module.get_submodule(parts.norm)
-        kind = gated_norm_kind(norm, linear_size(module.get_submodule(parts.row))[1])
-        if kind is None or kind.width % (linear_size(module.get_submodule(parts.row))[1] // parts.query):
-            return f"its {parts.norm} is no RMSNorm of groups of heads with a gate"
-        parts = replace(parts, gate=kind)
     trial = _Trial(module, parts)
+    # Few ranks, and as many as there are heads; channels are divided with padding.
+    counts = divisors(parts.query)[1:] or [2, 3]
     try:
         with isolate(), Wide(), torch.no_grad(), _reference_functions(module):
             full, direct = trial.run(None)
-            # Few ranks, and as many as there are heads; channels are divided with padding.
-            for size in dict.fromkeys(divisors(parts.query)[1:][:: max(1, len(divisors(parts.query)) - 2)] or (2, 3)):
-                for rank in (0, size - 1):
-                    here = Grid(x=size).place(rank)
-                    expected = [trial.take(whole, parts.heads_or_channels, here) for whole in full]
-                    ours, _ = trial.run(here)
-                    if not all(map(_equal, expected, ours)):
-                        return "its code computes something else of some of its heads"
+            for size, last in itertools.product({counts[0], counts[-1]}, (False, True)):
+                here = Grid(x=size).place(size - 1 if last else 0)
+                expected = [trial.take(whole, parts.heads_or_channels, here) for whole in full]
+                if not all(map(_equal, expected, trial.run(here)[0])):
+                    return "its code computes something else of some of its heads"
     except Exception as error:  # whatever a class does with numbers of the full model
         return f"its code does not run on some of its heads ({type(error).__name__})"
     return replace(parts, direct=direct)

@@ -26,6 +26,7 @@ ROWS = 8  # tokens of a trial
 USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)  # of classes that keep theirs in the code
 SCALES = (1e-4, 1.0, 1e4)  # of the input: eps counts for the first, cancellation shows for the last
 SINGLE = 1e-5
+_KNOWN_GATED: dict[tuple, GatedNormKind | None] = {}  # by what `_look` returns
 DIFFERENT_BITS = 0.02  # of the elements in 16 bits: sums in another order seldom round otherwise, other places often
 
 
@@ -42,6 +43,15 @@ def norm_kind(module: nn.Module, size: int, known: dict[tuple, NormKind | None] 
 
 def gated_norm_kind(module: nn.Module, size: int) -> GatedNormKind | None:
     """Return what a norm of `size` features computes with a gate, or None for a module that computes anything else."""
+    look = _look(module)
+    if look == (module,):
+        return _probe_gated(module, size)
+    if look not in _KNOWN_GATED:
+        _KNOWN_GATED[look] = _probe_gated(module, size)
+    return _KNOWN_GATED[look]
+
+
+def _probe_gated(module: nn.Module, size: int) -> GatedNormKind | None:
     numbers = [value for value in vars(module).values() if type(value) is int and value > 0 and size % value == 0]
     own = [value for value in vars(module).values() if type(value) is float and 0 < value <= 1e-2]
     widths = dict.fromkeys((*numbers, *(size // each for each in numbers), size))
