@@ -162,7 +162,7 @@ class RowLora:
 
 
 class ChannelLora:
-    """A and B of a mixer's Linear of all channels. Collectives: all-reduce of [T, r] over (x, y), both ways."""
+    """A and B of a Linear of all channels inside of a mixer. Collectives: all-reduce of [T, r] over (x, y), twice."""
 
     def __init__(self, state: ParallelState, layer: ChannelSum, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
         self.state, self.layer, self.output = state, layer, output
