@@ -9,14 +9,22 @@ accelerate launch --config axonn.yaml in the place of python.
 A line of chats.jsonl has "messages", or "prompt" and "completion", in any form that TRL reads. Packed rows: --packing
 --max_length 2048. Loss on the answers alone: --assistant_only_loss. LoRA: --use_peft --lora_r 16. The ordinary loss:
 --goldfish False. Go on after an interruption: --resume_from_checkpoint last. All options of SFTConfig: --help.
+
+A line may have "images", a list of files whose paths count from the folder of chats.jsonl; MODEL then has a processor.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from datasets import Dataset, Image, List, load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    HfArgumentParser,
+)
 from trl import ModelConfig, get_peft_config
 
 import hf_axonn
@@ -33,13 +41,31 @@ class DataArguments:
     held_out: float = field(default=0.0, metadata={"help": "Part of the conversations to evaluate on."})
 
 
-def load_model(args: ModelConfig):
+def load_rows(args: DataArguments) -> Dataset:
+    """Read the conversations, with their images where they have a column `images`.
+
+    Raises:
+        ValueError: a file of an image is not there.
+    """
+    if not args.data.endswith((".json", ".jsonl")):
+        return load_dataset(args.data, split=args.split)
+    rows = load_dataset("json", data_files=args.data, split="train")
+    if "images" not in rows.column_names:
+        return rows
+    folder = Path(args.data).parent
+    files = [[str(folder / name) for name in names or ()] for names in rows["images"]]
+    if absent := [file for row in files for file in row if not Path(file).is_file()]:
+        raise ValueError(f"{absent[0]}, an image of {args.data}, is not there ({len(absent)} are not)")
+    return rows.remove_columns("images").add_column("images", files).cast_column("images", List(Image()))
+
+
+def load_model(args: ModelConfig, auto_class: type = AutoModelForCausalLM):
     """Load the model; ranks of a grid read only their own slices."""
     kwargs = {"dtype": args.dtype or "float32", "attn_implementation": args.attn_implementation}
     launched = AxonnConfig.from_env()
     if launched is None:
-        return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **kwargs)
-    return hf_axonn.from_pretrained(args.model_name_or_path, grid=launched.grid, **kwargs)
+        return auto_class.from_pretrained(args.model_name_or_path, **kwargs)
+    return hf_axonn.from_pretrained(args.model_name_or_path, grid=launched.grid, auto_class=auto_class, **kwargs)
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[DataArguments, ModelConfig, GoldfishSFTConfig]:
@@ -57,19 +83,16 @@ def main(argv: Sequence[str] | None = None) -> GoldfishSFTTrainer:
         say_used(Path(str(args.output_dir)))
     # One process reads the file, the others its cache.
     with args.main_process_first(desc="conversations"):
-        is_file = data_args.data.endswith((".json", ".jsonl"))
-        rows = (
-            load_dataset("json", data_files=data_args.data, split="train")
-            if is_file
-            else load_dataset(data_args.data, split=data_args.split)
-        )
+        rows = load_rows(data_args)
         parts = rows.train_test_split(data_args.held_out, seed=args.seed) if data_args.held_out else {"train": rows}
+    seen = "images" in rows.column_names
+    processing = AutoProcessor if seen else AutoTokenizer
     trainer = GoldfishSFTTrainer(
-        model=load_model(model_args),
+        model=load_model(model_args, AutoModelForImageTextToText if seen else AutoModelForCausalLM),
         args=args,
         train_dataset=parts["train"],
         eval_dataset=parts.get("test"),
-        processing_class=AutoTokenizer.from_pretrained(model_args.model_name_or_path),
+        processing_class=processing.from_pretrained(model_args.model_name_or_path),
         peft_config=get_peft_config(model_args),
     )
     trainer.add_callback(Announcement(trainer))

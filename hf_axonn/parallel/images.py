@@ -76,6 +76,7 @@ class Images:
 
     def __init__(self, state: ShardedModel, model: nn.Module) -> None:
         self.state, self.model = state, model
+        self.config: Any = model.config
         self.signature = inspect.signature(model.forward)
         self.blank = False
 
@@ -92,10 +93,10 @@ class Images:
         self._refuse(given)
         every = [] if self.state.context.gather_cache.everything else self._exchange(given)
         if any(every) and not all(every):
-            if self.model.config.model_type not in BLANKS:
+            if self.config.model_type not in BLANKS:
                 raise ValueError(
                     f"some ranks of z of the grid {self.state.grid} were given images and some were given none, and "
-                    f"it is not known what a blank image is to {self.model.config.model_type} models: give each of "
+                    f"it is not known what a blank image is to {self.config.model_type} models: give each of "
                     "them a row with an image, or set z to 1."
                 )
             self.blank = not every[self.state.mesh.index("z")]
@@ -166,7 +167,7 @@ class Images:
 
     def _blank_image(self, given: dict[str, Any]) -> dict[str, Tensor]:
         """Return the arguments of one blank image."""
-        blank = BLANKS[self.model.config.model_type](self.model.config.vision_config, self.state.mesh.device)
+        blank = BLANKS[self.config.model_type](self.config.vision_config, self.state.mesh.device)
         if "mm_token_type_ids" in self.signature.parameters and given.get("mm_token_type_ids") is None:
             blank["mm_token_type_ids"] = torch.zeros_like(given["input_ids"])
         return blank

@@ -69,6 +69,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
 }
 TYPES = tuple(CONFIGS)
+CONFIGS["llava"] = dict(  # of the types that run Linear by Linear
+    text_config=TEXT | dict(model_type="llama"),
+    vision_config=SIGLIP
+    | dict(model_type="clip_vision_model", hidden_size=24, num_attention_heads=3, projection_dim=24, patch_size=4),
+    image_token_index=IMAGE,
+    image_seq_length=4,
+)
 # Grids (height, width) of patches of the images of each row; two patches a side make one token.
 UNEQUAL = (((4, 4), (2, 4)), (), ((2, 2),), ((4, 2),))
 ON_FIRST_HALF = (((4, 4),), ((2, 4),), (), ())
@@ -136,7 +143,7 @@ def collate(model_type: str, samples: Sequence[dict[str, Any]]) -> Batch:
     if has_grids(model_type):
         batch["image_grid_thw"] = torch.tensor([[1, *size] for each in samples for size in each["sizes"]])
         batch["pixel_values"] = torch.cat(images)
-    elif model_type == "gemma3":
+    elif model_type in ("gemma3", "llava"):
         batch["pixel_values"] = torch.stack(images)
     else:  # filled up with empty images
         most = max(len(each["images"]) for each in samples)

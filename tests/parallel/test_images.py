@@ -7,9 +7,10 @@ Rows have unequal numbers and sizes of images, and in a second batch only those 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import AutoModelForImageTextToText
 
 from hf_axonn import export_hf, from_pretrained, parallelize, save_sharded
 from hf_axonn.architectures.plan import plan_for
+from hf_axonn.certificate.float64 import without_noise
 from hf_axonn.parallel.batch_check import _Sum
 from hf_axonn.topology.grid import Grid
 from tests.helpers import images
@@ -78,6 +80,24 @@ def test_encoders_of_images_are_sharded_as_blocks():
         assert len(plan.blocks) == (3 if "moe" in model_type else 2 * len(plan.layers)), model_type
         assert not plan.full_sequence, model_type
         assert f"2 layers of encoders of images as {len(tower.blocks)} blocks" in plan.summary()
+
+
+@contextlib.contextmanager
+def without_rounding() -> Iterator[None]:
+    """AdamW makes full steps of gradients that are zero by mathematics, as those of key biases are."""
+    with exact(), without_noise():
+        yield
+
+
+@pytest.mark.slow
+def test_other_types_run_linear_by_linear():
+    assert plan_for(images.untrained_model("llava")).reason.startswith("no block plan for llava models")
+    every_rank = case("llava", "unequal", context=without_rounding)
+    assert run([every_rank], [GRIDS["x2y2"], GRIDS["x2z2"]]) == []
+    some_ranks = case("llava", "on first half", context=without_rounding)
+    assert run([some_ranks], [Grid(data=2, x=2)]) == []  # none gathers weights with another that has no image
+    with pytest.raises(AssertionError, match="not known what a blank image is to llava models"):
+        run([some_ranks], [GRIDS["z2"]])
 
 
 def as_videos(batch: images.Batch) -> images.Batch:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+import os
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from PIL import Image
 from transformers import Trainer, TrainingArguments
 
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid
 from hf_axonn.goldfish.mask import goldfish_mask
-from tests.helpers import images
+from tests.helpers import ROOT, images
 from tests.helpers.chats import ExactLogProbs, chat_tokenizer, logged
 from tests.helpers.float64 import Float64
 from tests.helpers.ranks import run_ranks
@@ -79,29 +85,41 @@ TEMPLATE = (
 )
 
 
-def fine_tune(output: Path, grid: Grid | None, **changes) -> list[dict[str, float]]:
-    """Train a Gemma 3 by TRL's stock SFTTrainer and its own collator, in float64; returns what it logs."""
+def model_and_processor(folder: Path):
+    """A Gemma 3 and a processor for conversations with images, which needs no torchvision."""
     from transformers import AutoTokenizer, Gemma3Processor
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-    from trl import SFTConfig, SFTTrainer
 
     names = {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    chat_tokenizer().save_pretrained(output)
-    tokenizer = AutoTokenizer.from_pretrained(output, extra_special_tokens=names)
+    chat_tokenizer().save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=names)
     pictures = Gemma3ImageProcessorPil(size={"height": 8, "width": 8})
     found = {f"{name[:3]}_token_index": getattr(tokenizer, f"{name}_id") for name in ("boi_token", "eoi_token")}
     model = images.tiny_model("gemma3", image_token_index=tokenizer.image_token_id, **found)
-    rows = []
-    for row in range(40):
+    return model, Gemma3Processor(pictures, tokenizer, chat_template=TEMPLATE, image_seq_length=4)
+
+
+def conversations(rows: int) -> list[dict]:
+    """Questions with no picture, one or two."""
+    found = []
+    for row in range(rows):
         shown = [Image.new("RGB", (9 + row, 7), (5 * row, 90, 200 - 5 * row))] * (row % 3)
         asked = {"role": "user", "content": "abc"[: 1 + row % 3]}
-        rows.append({"images": shown, "messages": [asked, {"role": "assistant", "content": "defab"[row % 4 :]}]})
+        found.append({"images": shown, "messages": [asked, {"role": "assistant", "content": "defab"[row % 4 :]}]})
+    return found
+
+
+def fine_tune(output: Path, grid: Grid | None, **changes) -> list[dict[str, float]]:
+    """Train by TRL's stock SFTTrainer and its own collator, in float64; returns what it logs."""
+    from trl import SFTConfig, SFTTrainer
+
+    model, processor = model_and_processor(output)
     own = dict(max_steps=3, max_length=None, bf16=False, save_strategy="no", gradient_checkpointing=False)
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(**training_options(output, grid, **own | changes)),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=Gemma3Processor(pictures, tokenizer, chat_template=TEMPLATE, image_seq_length=4),
+        train_dataset=Dataset.from_list(conversations(40)),
+        processing_class=processor,
     )
     with Float64():
         trainer.train()
@@ -122,6 +140,44 @@ def test_the_stock_sft_trainer_is_as_on_one_process(tmp_path, monkeypatch):
     assert truth[0]["loss"] > 1 and truth[0]["entropy"] > 1
     for found in run_ranks(_fine_tunes, 2, tmp_path, truth, [Grid(x=2), Grid(z=2)]):
         assert max(found) < TOLERANCE, found
+
+
+@pytest.mark.slow
+def test_the_script_takes_images_of_files(tmp_path):
+    model, processor = model_and_processor(tmp_path / "model")
+    model.float().save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    with (tmp_path / "chats.jsonl").open("w") as file:
+        for row, chat in enumerate(conversations(40)):
+            names = [f"{row}-{place}.png" for place in range(len(chat["images"]))]
+            for name, image in zip(names, chat["images"], strict=True):
+                image.save(tmp_path / name)
+            file.write(json.dumps(chat | {"images": names}) + "\n")
+    settings = yaml.safe_load((ROOT / "training_scripts" / "grids" / "cpu_2_x2.yaml").read_text())
+    settings["axonn_config"] = {"grid": {"z": 2}}
+    (tmp_path / "z2.yaml").write_text(yaml.safe_dump(settings))
+    options = dict(
+        model_name_or_path=tmp_path / "model", data=tmp_path / "chats.jsonl", held_out=0.2, max_steps=2, goldfish_k=3,
+        goldfish_context_width=3, per_device_eval_batch_size=2, logging_steps=1, bf16=False, report_to="none",
+        use_cpu=True,
+    )  # fmt: skip
+
+    def arguments(output: str, rows: int) -> list[str]:
+        more = options | dict(output_dir=tmp_path / output, per_device_train_batch_size=rows)
+        return [f"--{name}={value}" for name, value in more.items()]
+
+    script = ROOT / "training_scripts" / "finetune_chat.py"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config", str(tmp_path / "z2.yaml"), str(script)]
+    done = subprocess.run(
+        [*launch, *arguments("grid", 2)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    runpy.run_path(str(script))["main"](arguments("one", 4))
+    states = [json.loads((tmp_path / output / "trainer_state.json").read_text()) for output in ("one", "grid")]
+    one, grid = (logged(state["log_history"]) for state in states)
+    assert "eval_loss" in one[-1] and one[0]["loss"] > 1
+    assert worst_difference(grid, one) < 1e-4  # float32
 
 
 def test_labels_of_image_tokens_that_are_learnt_are_all_dropped_or_all_kept():

@@ -79,7 +79,9 @@ class RowOutput(OwnOutput):
         self.row = row
 
     def parameter(self, parameter: nn.Parameter) -> Tensor:
-        if self.state.context.tokens.sharded:
+        tokens = self.state.context.tokens
+        assert tokens is not None  # Block has seen to that
+        if tokens.sharded:
             return super().parameter(parameter)
         return replicated_local(parameter, self.state.mesh, ())  # every rank repeats the work on all tokens
 
@@ -141,14 +143,15 @@ class RowLora:
         patch_forward(b, self._up)
 
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
-        mesh, axes = self.state.mesh, self.row.axes
+        mesh, axes, tokens = self.state.mesh, self.row.axes, self.state.context.tokens
+        assert tokens is not None  # Block has seen to that
         hidden = self.row.take_positions(hidden)
         own, padded = feature_slice(self.a.in_features, mesh, *axes)
         weight = pad_dim(replicated_local(self.a.weight, mesh, axes)[:, own], 1, padded)
         down = F.linear(hidden, weight)
         if axes:
             down = all_reduce(down, mesh.group(*axes))
-        return all_reduce_backward(down, mesh.group("x", "y")) if self.state.context.tokens.sharded else down
+        return all_reduce_backward(down, mesh.group("x", "y")) if tokens.sharded else down
 
     def _up(self, _original: Callable, down: Tensor) -> Tensor:
         mesh, tokens = self.state.mesh, self.state.context.tokens
