@@ -76,7 +76,7 @@ class Images:
 
     def __init__(self, state: ShardedModel, model: nn.Module) -> None:
         self.state, self.model = state, model
-        self.config: Any = model.config
+        self.config: Any = getattr(model, "config", None)
         self.signature = inspect.signature(model.forward)
         self.blank = False
 
