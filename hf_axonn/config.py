@@ -48,6 +48,7 @@ class Overlap:
         all_gather: the weights of the next layer are gathered over z during this one.
         reduce_scatter: weight gradients are reduced over z during the layers that follow in backward.
         all_reduce: input gradients are reduced over x while the weight gradients are computed.
+        all_to_all: tokens travel to their experts while shared experts are computed.
     Raises:
         ValueError: a value is neither true nor false.
     """
@@ -55,6 +56,7 @@ class Overlap:
     all_gather: bool = True
     reduce_scatter: bool = True
     all_reduce: bool = True
+    all_to_all: bool = True
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -310,7 +312,7 @@ def _overlap(switches: Any) -> Overlap:
     if not isinstance(switches, Mapping):
         raise ValueError(
             f"axonn_config.overlap is {switches!r}, but it holds switches: write overlap: {{all_gather: true, "
-            "reduce_scatter: true, all_reduce: true}."
+            "reduce_scatter: true, all_reduce: true, all_to_all: true}."
         )
     _check_keys("axonn_config.overlap", switches, [item.name for item in fields(Overlap)])
     return Overlap(**switches)

@@ -246,15 +246,15 @@ def exchange(blocks: Tensor, group: ProcessGroup) -> Tensor:
     return received
 
 
-def _exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+def start_exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Pending:
+    """Begin to send `rows` [sum of send, ...] by receiver; result: [sum of receive, ...] by sender. One exchange."""
     rows = rows.contiguous()
     if _observers:
         own = send[dist.get_group_rank(group, dist.get_rank())]
         _report("exchange", (sum(send) - own) * rows[:1].nbytes, group)
     arrived = rows.new_empty(sum(receive), *rows.shape[1:])
-    with waiting("exchange", group):
-        dist.all_to_all_single(arrived, rows, receive, send, group=group)
-    return arrived
+    work = dist.all_to_all_single(arrived, rows, receive, send, group=group, async_op=True)
+    return Pending(arrived, _Work(work, "exchange", group, rows))
 
 
 def start_all_reduce(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Pending:
@@ -414,11 +414,11 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, send, receive, group):
         ctx.sizes, ctx.group = (receive, send), group
-        return _exchange_rows(rows, send, receive, group)
+        return start_exchange_rows(rows, send, receive, group).wait()
 
     @staticmethod
     def backward(ctx, grad):
-        return _exchange_rows(grad, *ctx.sizes, ctx.group), None, None, None
+        return start_exchange_rows(grad, *ctx.sizes, ctx.group).wait(), None, None, None
 
 
 def _gather(block: Tensor, group: ProcessGroup) -> Tensor:

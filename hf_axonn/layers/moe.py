@@ -50,8 +50,9 @@ from hf_axonn.engine.matmul3d import Product
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import expert_layout
 from hf_axonn.layers.base import patch_forward, replaced
+from hf_axonn.layers.computed_ahead import ComputedAhead
 from hf_axonn.layers.expert_weights import call_with_gathered
-from hf_axonn.layers.token_routes import find_routes
+from hf_axonn.layers.token_routes import Dispatch, find_routes
 from hf_axonn.topology.experts import DISPATCH, expert_owners, own_experts
 from hf_axonn.topology.weight_kind import WeightKind
 
@@ -206,6 +207,9 @@ def _gather(block: Tensor, group) -> Tensor:
 class MovingExperts(Experts):
     """The experts of one layer, each whole on one rank of DISPATCH, to which tokens travel. As `Experts`.
 
+    Modules beside the experts, as shared ones, are computed while tokens travel (computed_ahead.py), and in backward
+    while the gradients of tokens do.
+
     Collectives: over DISPATCH an all-to-all of sizes, which the host reads (not again in a checkpointed layer that is
     recomputed), exchanges of hidden states and of choices with their weights, and one of results; backward: the
     conjugate of each exchange. Where activations are full an all-gather over (x, y) of the results; backward: of the
@@ -219,30 +223,41 @@ class MovingExperts(Experts):
         owners = expert_owners(cast(int, module.num_experts), state.grid)
         rank_of = {expert: rank for rank, experts in enumerate(owners) for expert in experts}
         self.owners = torch.tensor([rank_of[expert] for expert in sorted(rank_of)], device=state.mesh.device)
+        self.meanwhile: ComputedAhead | None = None
+
+    def compute_meanwhile(self, meanwhile: ComputedAhead) -> None:
+        """Let modules beside the experts be computed while tokens travel."""
+        self.meanwhile = meanwhile
 
     def _forward(self, original: Callable, *args: Tensor, **kwargs: Tensor) -> Tensor:
         hidden, choices, weights = self.signature.bind(*args, **kwargs).args
         flat = hidden.reshape(-1, hidden.shape[-1]).to(self.state.compute_dtype(hidden))
         if self._sharded:
-            total = self._move(original, flat, choices, weights)
+            total = self._move(original, hidden, flat, choices, weights)
         else:
             group = self.state.mesh.group("x", "y")
             count = len(flat)
             start, stop = bounds(count, group.size(), group.rank())
             share = ceil_div(count, group.size())
             flat, weights = (_take_share(value, share, group)[: stop - start] for value in (flat, weights))
-            total = self._move(original, flat, choices[start:stop], weights)
+            total = self._move(original, hidden, flat, choices[start:stop], weights)
             total = gather_replicated(pad_dim(total, 0, share), group).flatten(0, 1)[:count]
         return total.view(hidden.shape).to(hidden.dtype)
 
-    def _move(self, original: Callable, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
-        """The sum over all experts of each of this rank's tokens, [T, H]."""
+    def _move(self, original: Callable, given: Tensor, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        """The sum over all experts of each of this rank's tokens, [T, H]; `given`: the module's input."""
         group = self.state.mesh.group(*DISPATCH)
         routes = self.state.context.once(lambda: find_routes(choices, self.owners, group))
         # Choices are numbers up to E, which float32 has exactly.
         dtype = torch.promote_types(weights.dtype, torch.float32)
         both = torch.cat([weights.to(dtype), routes.choices.to(dtype)], dim=1)
-        hidden, both = routes.send(hidden, group), routes.send(both, group)
+        overlap = self.state.config.overlap.all_to_all
+        dispatches = [Dispatch(values, routes, group, overlap=overlap) for values in (hidden, both)]
+        try:
+            if self.meanwhile is not None:
+                self.meanwhile.compute(given)
+        finally:  # a layer that is recomputed may end in there
+            hidden, both = [dispatch.wait() for dispatch in dispatches]
         arrived, chosen = both.tensor_split(2, dim=1)
         work = functools.partial(self._chosen, original, routes.pairs, chosen.detach().to(choices.dtype))
         return routes.send_back(self._with_weights(work, hidden, arrived.to(weights.dtype)), group)

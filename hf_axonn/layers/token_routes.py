@@ -5,7 +5,8 @@
     add_up       [S, ...] -> [T, ...]   what has come back for a token is added up, in the order of the ranks
 
 Backward of `spread` is `add_up` and the other way round. Sums are taken in float32, or in a wider dtype, always in one
-order.
+order. The way there is two nodes of the graph, so that ranks compute while rows, or their gradients, are under way
+(`Dispatch`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_axonn.distributed.collectives import exchange, exchange_rows
+from hf_axonn.distributed.collectives import Pending, exchange, exchange_rows, start_exchange_rows
 from hf_axonn.engine.activation_layouts import pad_dim
 
 
@@ -40,12 +41,9 @@ class Routes:
     received: list[int]
     pairs: list[int]
 
-    def send(self, values: Tensor, group: ProcessGroup) -> Tensor:
-        """[T, ...] -> [R, ...] of the rows that this rank receives. One exchange over the group; backward: another."""
-        return exchange_rows(_Spread.apply(values, self), self.sent, self.received, group)
-
     def send_back(self, results: Tensor, group: ProcessGroup) -> Tensor:
-        """[R, ...] of the rows that were received -> [T, ...], the sum of a token's. As `send`, the other way."""
+        """[R, ...] of the rows that were received -> [T, ...], the sum of a token's. One exchange over the group;
+        backward: another."""
         return _AddUp.apply(exchange_rows(results, self.received, self.sent, group), self)
 
     def spread(self, values: Tensor) -> Tensor:
@@ -83,15 +81,67 @@ def find_routes(choices: Tensor, owners: Tensor, group: ProcessGroup) -> Routes:
     )
 
 
-class _Spread(torch.autograd.Function):
+class Dispatch:
+    """Values [T, ...] of tokens on their way to the ranks of their experts, where they become rows [R, ...].
+
+    Backward sends the gradients of the rows back, and meanwhile runs what was computed between the start and `wait`:
+    autograd takes the newest node that is ready.
+
+    Args:
+        values: of the tokens; they leave at once.
+        routes: of the tokens.
+        group: the ranks that have experts. One exchange over it; backward: another.
+        overlap: whether rows are under way until they are waited for.
+    """
+
+    def __init__(self, values: Tensor, routes: Routes, group: ProcessGroup, *, overlap: bool) -> None:
+        self.routes = routes
+        self._group = group
+        self._overlap = overlap
+        self._under_way: Pending | None = None
+        self._handle: Tensor | None = _Leave.apply(values, self)
+
+    def wait(self) -> Tensor:
+        """Return the rows that this rank has received. Once only."""
+        handle, self._handle = self._handle, None  # the graph refers to this object, which must not refer to it
+        return _Arrive.apply(handle, self)
+
+    def start(self, rows: Tensor, send: list[int], receive: list[int]) -> None:
+        """Send rows, or their gradients."""
+        self._under_way = start_exchange_rows(rows, send, receive, self._group)
+        if not self._overlap:
+            self._under_way.wait()
+
+    def take(self) -> Tensor:
+        """Wait for what was sent last, which is not kept here."""
+        assert self._under_way is not None
+        arrived, self._under_way = self._under_way.wait(), None
+        return arrived
+
+
+class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values, routes):
-        ctx.routes = routes
-        return routes.spread(values)
+    def forward(ctx, values, dispatch):
+        ctx.dispatch, routes = dispatch, dispatch.routes
+        dispatch.start(routes.spread(values), routes.sent, routes.received)
+        return values.new_zeros(())
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.routes.add_up(grad), None
+        return ctx.dispatch.routes.add_up(ctx.dispatch.take()), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, handle, dispatch):
+        ctx.dispatch = dispatch
+        return dispatch.take()
+
+    @staticmethod
+    def backward(ctx, grad):
+        routes = ctx.dispatch.routes
+        ctx.dispatch.start(grad, routes.received, routes.sent)
+        return grad.new_zeros(()), None
 
 
 class _AddUp(torch.autograd.Function):

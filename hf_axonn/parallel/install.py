@@ -18,6 +18,7 @@ from hf_axonn.architectures.divided_rows import runs_along_row
 from hf_axonn.architectures.feature_layout import LayoutChoice
 from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan, is_inside
+from hf_axonn.architectures.shared_experts import find_computed_ahead
 from hf_axonn.architectures.weight_kinds import vocabulary_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss, output_embedding, text_config
 from hf_axonn.distributed.mesh import ROWS, TOKENS
@@ -27,12 +28,13 @@ from hf_axonn.engine.linears import is_conv1d, is_linear, linear_size
 from hf_axonn.engine.report import Entry
 from hf_axonn.layers.base import FullLinear, Replicated, patch_forward
 from hf_axonn.layers.block import Block, ColumnParallel, RowParallel
+from hf_axonn.layers.computed_ahead import ComputedAhead
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.gathered import GatheredParameters
 from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.layers.latent_attention import LatentColumnParallel, install_latent, rotary_hook
 from hf_axonn.layers.mixer import ChannelSum, GatedNorm, MixerBlock
-from hf_axonn.layers.moe import expert_weights, experts_layer, is_experts
+from hf_axonn.layers.moe import MovingExperts, expert_weights, experts_layer, is_experts
 from hf_axonn.layers.norms import FeatureNorm, InnerNorm
 from hf_axonn.layers.vocabulary import Embedding, Head
 from hf_axonn.losses.router_aux import install_router_loss
@@ -215,6 +217,11 @@ def _install_experts(model: nn.Module, kinds: dict[int, WeightKind], state: Shar
             kind = kinds[id(module._parameters[expert_weights(module)[0]])]
             state.install(module, functools.partial(experts_layer(module, kind), state))
             _note(state, name, module, kind)
+            layer, (around, _, child) = state.sharded_layers[module], name.rpartition(".")
+            if isinstance(layer, MovingExperts):
+                mixture = model.get_submodule(around)
+                if inputs := find_computed_ahead(mixture, child):
+                    layer.compute_meanwhile(ComputedAhead(mixture, inputs))
 
 
 def _install_linears(model: nn.Module, kinds: dict[int, WeightKind], state: ShardedModel) -> None:

@@ -189,7 +189,7 @@ def frozen_head(model):
 
 
 def one_sided(grid):
-    return AxonnConfig(grid=grid, overlap=Overlap(all_gather=False, reduce_scatter=False, all_reduce=False))
+    return AxonnConfig(grid=grid, overlap=Overlap(**dict.fromkeys(vars(Overlap()), False)))
 
 
 SITUATIONS = [

@@ -39,7 +39,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import collate, make_trainer, numbers, token_data
 
 
-NO_OVERLAP = Overlap(all_gather=False, reduce_scatter=False, all_reduce=False)
+NO_OVERLAP = Overlap(all_gather=False, reduce_scatter=False, all_reduce=False, all_to_all=False)
 MOE = dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=21, initializer_range=0.2)
 EAGER = dict(num_experts_per_tok=2, moe_intermediate_size=21, initializer_range=0.2, experts_implementation="eager")
 LATENT = dict(n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16)
@@ -65,6 +65,10 @@ def mixture():
     return tiny_model("mixtral", dtype=torch.float32, experts_implementation="eager", **MOE)
 
 
+def with_shared_experts():
+    return tiny_model("deepseek_v3", dtype=torch.float32, **EAGER, **LATENT)
+
+
 def recomputed(make=llama, *, use_reentrant):
     model = make()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
@@ -79,7 +83,8 @@ MODES = {
     "MoE, recomputed": functools.partial(recomputed, mixture, use_reentrant=False),
     "MoE, gathered": mixture,
     "qwen3_moe": lambda: tiny_model("qwen3_moe", dtype=torch.float32, num_experts=4, **EAGER),
-    "deepseek_v3": lambda: tiny_model("deepseek_v3", dtype=torch.float32, **EAGER, **LATENT),
+    "deepseek_v3": with_shared_experts,
+    "deepseek_v3, recomputed": functools.partial(recomputed, with_shared_experts, use_reentrant=False),
     "bfloat16": lambda: tiny_model("llama", dtype=torch.bfloat16),
     "autocast": llama,
     "tied weights": lambda: tiny_model("smollm2", dtype=torch.float32),
@@ -250,7 +255,7 @@ QUICK = [
     (Grid(z=2, x=2), "plain", "nccl", "none", True),
     (Grid(data=2, z=2), "frozen weights", "gloo", "all", False),
     (Grid(y=2, x=2), "MoE, gathered", "gloo", "none", False),
-    (Grid(z=2, x=2), "MoE, recomputed", "nccl", "none", False),
+    (Grid(z=2, x=2), "deepseek_v3, recomputed", "nccl", "none", False),
     (Grid(data=2, y=2), "Trainer, bf16", "gloo", "none", True),
     (Grid(pipe=2, z=2), "zero bubble", "nccl", "none", False),
     (Grid(z=2, x=2, context=2), "plain", "nccl", "none", False),

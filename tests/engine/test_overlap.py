@@ -224,9 +224,8 @@ MODES = {
     "frozen weights": frozen,
     "LoRA": adapted,
 }
-SWITCHES = [
-    Overlap(**dict(zip(vars(Overlap()), on, strict=True))) for on in itertools.product([False, True], repeat=3)
-]
+OF_DENSE = ("all_gather", "reduce_scatter", "all_reduce")
+SWITCHES = [Overlap(**dict(zip(OF_DENSE, on, strict=True))) for on in itertools.product([False, True], repeat=3)]
 
 
 def made(mode, grid, *, switches=SWITCHES[-1], keep="none", kind="llama"):

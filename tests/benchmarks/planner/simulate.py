@@ -202,6 +202,20 @@ def values_are_read():
     return mock.patch("transformers.masking_utils.is_tracing", lambda *_: False)
 
 
+def attention_as_on_gpus():
+    """There attention whose values have other features than its keys has a kernel that keeps no scores, as all has."""
+    on_cpus = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if query.shape[-1] == value.shape[-1]:
+            return on_cpus(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        assert attn_mask is None and not enable_gqa
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        return kernel(query, key, value, None, True, dropout_p, is_causal, scale=scale)[0]
+
+    return mock.patch("torch.nn.functional.scaled_dot_product_attention", attention)
+
+
 def experts_as_on_gpus():
     """There they take the pairs of other ranks along, where these are few."""
     return mock.patch.object(Experts, "_few_foreign", few_foreign_on_gpus)
@@ -284,6 +298,7 @@ def simulate(case: Case, rank: int = 0) -> Outcome:
             FakeTensorMode(allow_non_fake_inputs=True),
             NoValues(parts),
             values_are_read(),
+            attention_as_on_gpus(),
             experts_as_on_gpus(),
             even_routing(case),
         ):
