@@ -14,6 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
@@ -477,3 +478,16 @@ def write_allocations(path: str) -> None:
 def when_out_of_memory(function: Callable[[], object]) -> None:
     """Call a function when CUDA's allocator finds no memory, before the error is raised."""
     cast(Any, torch._C)._cuda_attach_out_of_memory_observer(lambda device, requested, total, free: function())
+
+
+class UnreadHistogram(TorchFunctionMode):
+    """Let a histogram of one bin from a value to the same value count that value, inside.
+
+    torch takes this range as unknown, and the host reads the least and the largest value from the device.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.histc and kwargs.get("bins") == 1 and kwargs.get("min") == kwargs.get("max"):
+            return (args[0] == kwargs["min"]).sum(dim=0, keepdim=True, dtype=args[0].dtype)
+        return func(*args, **kwargs)

@@ -126,8 +126,8 @@ def multiplies_in_groups(experts: nn.Module) -> bool:
 def in_groups(experts: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
     """Transformers' grouped matmul on a part of the experts: choices from num_experts on are not of this rank.
 
-    They are sorted behind the last group, where nothing is multiplied, and count as zero. The host reads nothing (of
-    one expert torch's histogram does). [T, H], [T, K], [T, K] -> [T, H].
+    They are sorted behind the last group, where nothing is multiplied, and count as zero. The host reads nothing, of
+    one expert inside of `UnreadHistogram`. [T, H], [T, K], [T, K] -> [T, H].
     """
     from transformers.integrations.moe import grouped_mm_experts_forward
 

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hf_axonn.compat.torch import UnreadHistogram
 from hf_axonn.compat.transformers import in_groups, multiplies_in_groups
 from hf_axonn.distributed.collectives import (
     all_gather,
@@ -147,12 +148,9 @@ class Experts:
         return call_with_gathered(list(self.products.values()), with_gathered, *inputs)
 
     def _few_foreign(self, hidden: Tensor, choices: Tensor) -> bool:
-        """Return whether to take the pairs of other ranks' experts along, [T, H] and [T, K] on a GPU, by sizes alone.
-
-        Not of one expert: Transformers counts its pairs in a way that makes the host wait, too.
-        """
+        """Return whether to take pairs of other ranks' experts along, [T, H] and [T, K] on a GPU, by sizes alone."""
         own, experts = len(self.range), cast(int, self.module.num_experts)
-        if hidden.device.type == "cpu" or hidden.dtype != torch.bfloat16 or own < 2:
+        if hidden.device.type == "cpu" or hidden.dtype != torch.bfloat16 or not own:
             return False
         foreign = choices.numel() * (1 - own / experts)
         return foreign * hidden.shape[1] * hidden.element_size() <= FOREIGN_BYTES and multiplies_in_groups(self.module)
@@ -180,9 +178,9 @@ class Experts:
         if len(tokens):
             chosen = (tokens, places)
             output = original(hidden[tokens], (choices[chosen] - self.range.start)[:, None], weights[chosen][:, None])
-            parts = output.reshape(len(tokens), -1).to(total.dtype).split(counts)
+            parts = output.reshape(len(tokens), -1).split(counts)
             for part, at in zip(parts, tokens.split(counts), strict=True):
-                total.index_add_(0, at, part)
+                total.index_add_(0, at, part.to(total.dtype))  # of one place at a time: all take much memory
         return total.to(hidden.dtype)
 
     @contextlib.contextmanager
@@ -195,7 +193,8 @@ class Experts:
                 full = replicated_local(parameter, mesh, ("x", "y"))
                 local[name] = full[self.range.start : self.range.stop] if parameter.dim() > 1 else full
         local |= {name: add(local[name]) for name, add in self.added.items()}
-        with replaced(module.__dict__, {**local, "num_experts": len(self.range)}):
+        own = {**local, "num_experts": len(self.range)}
+        with replaced(module.__dict__, own), UnreadHistogram() if len(self.range) == 1 else contextlib.nullcontext():
             yield
 
 

@@ -73,8 +73,9 @@ def find_routes(choices: Tensor, owners: Tensor, group: ProcessGroup) -> Routes:
     rows = torch.where(goes, numbers, sum(sent)).sort(dim=1).values
     return Routes(
         choices=choices,
-        tokens=by_rank.nonzero_static(size=sum(sent))[:, 1],
-        rows=rows[:, : choices.shape[1]],
+        # Copies: views would keep the numbers of all ranks, and a checkpointed layer keeps its routes until backward.
+        tokens=by_rank.nonzero_static(size=sum(sent))[:, 1].clone(),
+        rows=rows[:, : choices.shape[1]].clone(),
         sent=sent,
         received=received,
         pairs=[sum(place) for place in pairs],

@@ -397,12 +397,7 @@ def _saved_by_experts(shape: ModelShape, experts: ExpertsShape, grid: Grid, step
     ]
     own = own_experts(experts, grid, ORIGIN)
     foreign = pairs * (1 - own / experts.number) * shape.hidden * step.compute_bytes
-    if (
-        not (gloo or experts.sorted or experts.moves)
-        and step.compute_bytes == 2
-        and own > 1
-        and foreign <= FOREIGN_BYTES
-    ):
+    if not (gloo or experts.sorted or experts.moves) and step.compute_bytes == 2 and own and foreign <= FOREIGN_BYTES:
         return pairs * (2 * shape.hidden + 2 * max(inner)) * step.compute_bytes
     return pairs / (grid.x * grid.y) * (3 * shape.hidden + 2 * max(inner)) * step.compute_bytes
 
@@ -416,9 +411,10 @@ def _saved_by_call(call: LinearCall, grid: Grid, step: Step) -> float:
 def _at_work(shape: ModelShape, part: LayerPart, grid: Grid, step: Step) -> float:
     """Bytes of the largest gradient of an input before it is reduced."""
     tokens, compute = step.padded_tokens(grid), step.compute_bytes
-    if isinstance(part, ExpertsShape) and part.moves:  # of rows that have arrived, and of their pairs in float32
+    if isinstance(part, ExpertsShape) and part.moves:
+        # Gradients of the rows, results of pairs, and their sums by row in float32 and in the compute dtype.
         received, pairs = _rows(part, grid, step)[1], tokens * part.chosen / (grid.x * grid.y)
-        return (received * compute + (received + pairs) * max(4, compute)) * shape.hidden
+        return (received * (2 * compute + max(4, compute)) + pairs * compute) * shape.hidden
     if isinstance(part, ExpertsShape):
         return tokens * shape.hidden * compute if grid.x * grid.y > 1 else 0.0
     if isinstance(part, UnshardedModule):

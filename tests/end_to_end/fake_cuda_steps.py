@@ -162,8 +162,13 @@ def many_foreign(kind: str, reads: HostReads) -> None:
 
 def one_expert(kind: str, reads: HostReads) -> None:
     """On each rank of (x, y)."""
-    four = {name: 4 for name in ("num_experts", "num_local_experts") if hasattr(AutoConfig.for_model(kind), name)}
-    gather(kind, reads, **four)
+    gather(kind, reads, num_experts=GRID.x * GRID.y)
+
+
+def one_moved(kind: str, reads: HostReads) -> None:
+    """On each rank, to which tokens travel."""
+    model, _ = parallelize(make_fake(kind, num_experts=GRID.z * GRID.x * GRID.y), GRID)
+    train(model, reads)
 
 
 def lora(kind: str, reads: HostReads) -> None:
@@ -399,6 +404,7 @@ SITUATIONS = dict(
     gather=gather,
     many_foreign=many_foreign,
     one_expert=one_expert,
+    one_moved=one_moved,
     lora=lora,
     dropout=dropout,
     default_device=default_device,

@@ -112,7 +112,8 @@ def test_few_pairs_of_other_ranks_are_taken_along_on_gpus():
         (few, Grid(x=2), False, 2, 2 * 16 + 2 * 48),
         (few, Grid(x=2), True, 1, 3 * 16 + 2 * 48),
         (few + 2, Grid(x=2), False, 1, 3 * 16 + 2 * 48),
-        (few, Grid(x=4), False, 0.5, 3 * 16 + 2 * 48),  # one expert a rank
+        (few, Grid(x=4), False, 0.5, 3 * 16 + 2 * 48),  # one expert a rank, three of four pairs of others
+        (few // 2, Grid(x=4), False, 2, 2 * 16 + 2 * 48),
     ):
         experts = next(part for layer, _ in shape.kinds for part in layer.parts if isinstance(part, ExpertsShape))
         saved = _saved_by_experts(shape, experts, grid, replace(step, rows=rows), gloo)
