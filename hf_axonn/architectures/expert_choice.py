@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import cast
 
 from torch import nn
 
 from hf_axonn.compat.transformers import text_config
-from hf_axonn.layers.moe import is_called_sorted, is_experts
-from hf_axonn.topology.experts import why_not_move
+from hf_axonn.layers.moe import expert_weights, is_called_sorted, is_experts
+from hf_axonn.topology.experts import bytes_sent, why_not_move
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
 
@@ -53,7 +54,7 @@ def choose_experts(model: nn.Module, grid: Grid, *, requested: str) -> ExpertCho
         )
     if problem or requested == "gather":
         return ExpertChoice(WeightKind.EXPERTS, f"experts gathered over z: {problem or 'as configured'}")
-    most, travels = _traffic(model, ranks)
+    most, travels = _traffic(model, layers, grid)
     return ExpertChoice(
         WeightKind.WHOLE_EXPERTS,
         f"experts whole on one of {ranks} ranks (z, x, y), to which tokens travel: a token to at most {most}{travels}",
@@ -65,9 +66,26 @@ def _numbers(layers: list[nn.Module]) -> list[int]:
     return [cast(int, layer.num_experts) for layer in layers]
 
 
-def _traffic(model: nn.Module, ranks: int) -> tuple[int, str]:
-    """Return to how many ranks a token travels at most and, for the report, in how many bytes if that is known."""
+def _traffic(model: nn.Module, layers: list[nn.Module], grid: Grid) -> tuple[int, str]:
+    """Return to how many ranks a token travels at most and, for the report, in how many bytes if that is known, beside
+    those of `gather`."""
     config = text_config(model) if hasattr(model, "config") else None
-    most = min(getattr(config, "num_experts_per_tok", None) or ranks, ranks)
-    hidden = getattr(config, "hidden_size", None)
-    return most, f", {most * hidden * 2:,} bytes each way in bfloat16" if hidden else ""
+    chosen, ranks = getattr(config, "num_experts_per_tok", None), grid.z * grid.x * grid.y
+    most, hidden = min(chosen or ranks, ranks), getattr(config, "hidden_size", None)
+    if not hidden:
+        return most, ""
+    text = f", {most * hidden * 2:,} bytes each way in bfloat16"
+    if not chosen:
+        return most, text
+    weights = [
+        (cast(int, layer.num_experts), [layer.get_parameter(name).shape[1:] for name in expert_weights(layer)])
+        for layer in layers
+    ]
+    of_weights, gathered, moved = bytes_sent(weights, chosen, hidden, grid)
+    if moved <= gathered:
+        return most, f"{text}; gather never sends fewer bytes"
+    tokens = max(1, ceil(of_weights / (moved - gathered)))
+    return most, (
+        f"{text}; from {tokens:,} tokens of a rank and micro-batch on gather sends fewer bytes "
+        f"({of_weights / 2**20:,.1f} MiB for weights), so compare experts: gather"
+    )

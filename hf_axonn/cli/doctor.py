@@ -20,6 +20,7 @@ from hf_axonn.compat.versions import NEEDED, OPTIONAL, bounds, check_versions, o
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import read_launch_file, write_temporary
 from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
+from hf_axonn.planner.expert_bytes import ExpertBytes, compare_bytes
 from hf_axonn.planner.experts import place_experts
 from hf_axonn.planner.from_settings import DTYPE_BYTES, SEQUENCE, too_long
 from hf_axonn.planner.machine import known_machines, load_machine
@@ -340,7 +341,8 @@ def _examine_memory(
     total: float = states
     text = f"memory of rank 0: {_size(states)} parameters, gradients and AdamW's moments"
     try:
-        shape = place_experts(shape_of(config), launch.config.grid, launch.config.experts)
+        read = shape_of(config)
+        shape = place_experts(read, launch.config.grid, launch.config.experts)
     except ValueError as problem:
         findings.facts.append(f"{text}; the rest of a step is not known: {problem}")
     else:
@@ -370,6 +372,10 @@ def _examine_memory(
             f"{text}, {more}; about {_size(total)} at the worst moment of a step ({step.rows} row(s) of "
             f"{step.seq} tokens, checkpointing {'on' if step.checkpointing else 'off'})"
         )
+        if options.batch is not None and launch.config.grid.pipe == 1:
+            findings.facts += _expert_lines(
+                compare_bytes(read, launch.config.grid, step, layout=layout), launch.config
+            )
         findings.facts += [f"note: {note}" for note in shape.notes]
     capacity = options.gpu_memory * GIB if options.gpu_memory else None
     if options.machine:
@@ -379,6 +385,18 @@ def _examine_memory(
             f"about {_size(total)} do not fit into {_size(capacity)} with {RESERVE:.0%} left free: take "
             "a larger x * y * z, fewer rows (--batch), or activation checkpointing (--checkpointing)."
         )
+
+
+def _expert_lines(found: ExpertBytes | None, config: AxonnConfig) -> list[str]:
+    """Lines on what experts to which tokens can travel send, both ways; none where they cannot."""
+    if found is None:
+        return []
+    fewer = "gather" if found.gather < found.move else "move"
+    text = f"a rank sends {_size(found.move)} a micro-batch with experts: move, {_size(found.gather)} with gather"
+    text += f", which sends fewer from {found.tokens:,} tokens of a rank on" if found.tokens is not None else ""
+    if fewer != ("gather" if config.experts == "gather" else "move"):
+        text += f": compare experts: {fewer}, or let hf-axonn plan choose by time"
+    return [f"experts: {text}"]
 
 
 def _size(count: float) -> str:

@@ -2,15 +2,25 @@
 
 With `experts: move` every expert lies whole on one rank of (z, x, y), and tokens travel to it. With `experts: gather`
 it lies on one position of (y, x), its weights divided over z and gathered for use. Plain arithmetic, no torch: the
-planner follows the same rule.
+planner follows the same rules.
+
+A token goes once to each rank that has experts which it chose. Which ones those are only training shows, so rows are
+an expectation, over routers to which all sets of k of E experts are alike:
+
+    a rank with e experts gets a token with probability 1 - C(E - e, k) / C(E, k)
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterable
+from fractions import Fraction
+from math import comb
+from typing import NamedTuple
 
-from hf_axonn.topology.grid import Grid, GridPosition
+from hf_axonn.topology.grid import Grid, GridPosition, ceil_div
 from hf_axonn.topology.local_slices import slices_at
 
 
@@ -50,3 +60,66 @@ def expert_owners(experts: int, grid: Grid) -> list[range]:
     positions = itertools.product(*(range(getattr(grid, axis)) for axis in DISPATCH))
     places = (GridPosition(grid, {"data": 0, "pipe": 0, "z": z, "x": x, "y": y}) for z, x, y in positions)
     return [own_experts(experts, place, over_z=True) for place in places]
+
+
+class Rows(NamedTuple):
+    """Rows of hidden states that a rank sends to other ranks, and receives from them."""
+
+    sent: Fraction
+    received: Fraction
+
+
+def expect_rows(number: int, chosen: int, grid: Grid, own: int = 0) -> Rows:
+    """Return the expected rows for each token of a rank, of which all ranks have as many.
+
+    Args:
+        number, chosen: E, and k of them for a token.
+        own: the rank, by its number in DISPATCH.
+    """
+    return _expect_rows(number, chosen, tuple(getattr(grid, axis) for axis in DISPATCH), own)
+
+
+@functools.lru_cache(maxsize=4096)
+def _expect_rows(number: int, chosen: int, sizes: tuple[int, ...], own: int) -> Rows:
+    owners = expert_owners(number, Grid(**dict(zip(DISPATCH, sizes, strict=True))))
+    counts = Counter(map(len, owners))
+    reached = {size: 1 - Fraction(comb(number - size, chosen), comb(number, chosen)) for size in counts}
+    here = reached[len(owners[own])]
+    return Rows(sum(count * reached[size] for size, count in counts.items()) - here, (len(owners) - 1) * here)
+
+
+class WaysSent(NamedTuple):
+    """Bytes that a rank sends for its layers of experts in one micro-batch.
+
+    weights: with `gather`, of weights and their gradients, whatever the tokens.
+    gathered, moved: for each token of the rank, with `gather` and with `move`.
+    """
+
+    weights: float
+    gathered: float
+    moved: float
+
+
+def bytes_sent(
+    layers: Iterable[tuple[int, Iterable[tuple[int, int]]]], chosen: int, hidden: int, grid: Grid
+) -> WaysSent:
+    """Return the bytes that rank 0 sends, forward and backward without recomputation, of a model cut by blocks.
+
+    In bfloat16, with routing weights and reductions in float32, for routers to which all experts are alike.
+
+    Args:
+        layers: (E, [A, B] of each parameter [E, A, B]) of each layer.
+        chosen: k experts of a token.
+        hidden: features of a token.
+    """
+    narrow, wide, index = 2, 4, 8
+    ranks, place = grid.x * grid.y, grid.place(0)
+    weights = gathered = moved = 0.0
+    for number, shapes in layers:
+        own = len(own_experts(number, place, over_z=False))
+        elements = sum(own * rows * ceil_div(columns, grid.z) for rows, columns in shapes)
+        weights += elements * (2 * narrow + wide) * (grid.z - 1)
+        gathered += (4 * hidden * narrow + chosen * (2 * wide + index)) * (ranks - 1)
+        rows, pairs = expect_rows(number, chosen, grid), 2 * chosen * wide
+        moved += float(rows.sent + rows.received) * (2 * hidden * narrow + pairs)
+    return WaysSent(weights, gathered, moved)

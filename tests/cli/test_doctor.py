@@ -277,3 +277,19 @@ def test_what_is_launched_from_the_same_process_later_does_not_see_its_groups():
     for found in run_ranks(gathered, 4, model, Grid(y=2, x=2)):
         assert list(found) == names
         assert all(torch.equal(found[name], true[name]) for name in names)
+
+
+def test_the_bytes_of_both_ways_of_experts_are_compared(tmp_path, capsys):
+    sizes = dict(num_experts=4, num_experts_per_tok=4, moe_intermediate_size=20, decoder_sparse_step=1)
+    command = write(tmp_path, tiny_config("qwen3_moe", mlp_only_layers=[], **sizes), grid={"z": 4})
+    for rows, fewer in (("1", "move"), ("200", "gather")):
+        assert main([*command, "--batch", rows, "--seq", "8"]) in (0, 1)
+        printed = capsys.readouterr().out
+        (line,) = [line for line in printed.splitlines() if line.startswith("experts: a rank sends")]
+        tokens = int(re.search(r"which sends fewer from ([\d,]+) tokens of a rank on", line)[1].replace(",", ""))
+        assert (8 * int(rows) >= tokens) == (fewer == "gather")
+        assert line.endswith("compare experts: gather, or let hf-axonn plan choose by time") == (fewer == "gather")
+        assert f"from {tokens:,} tokens of a rank and micro-batch on gather sends fewer bytes" in printed
+    command = write(tmp_path, even_llama(), grid={"z": 4})
+    assert main([*command, "--batch", "1", "--seq", "8"]) in (0, 1)
+    assert "experts" not in capsys.readouterr().out

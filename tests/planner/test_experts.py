@@ -14,6 +14,7 @@ from transformers import Qwen3MoeConfig
 
 from hf_axonn.cli.main import main
 from hf_axonn.planner.candidate import Candidate
+from hf_axonn.planner.expert_bytes import compare_bytes
 from hf_axonn.planner.experts import expected_rows, place_experts, why_gathered
 from hf_axonn.planner.from_settings import resolve_auto
 from hf_axonn.planner.job import Job
@@ -26,7 +27,7 @@ from hf_axonn.planner.shapes import ExpertsShape, own_experts
 from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.profiling.read_shape import shape_of
-from hf_axonn.topology.experts import expert_owners
+from hf_axonn.topology.experts import bytes_sent, expert_owners
 from hf_axonn.topology.grid import Grid
 
 
@@ -166,3 +167,24 @@ def test_the_command_and_the_launch_file_say_the_choice(tmp_path, capsys):
     assert chosen["experts"] in ("gather", "move") and f", experts {chosen['experts']}" in notes[0]
     kept, _ = resolve_auto(section | {"experts": "gather"}, 8, mixed_precision="bf16", read=read)
     assert kept["experts"] == "gather"
+
+
+@pytest.mark.parametrize("grid", [Grid(z=4, x=2), Grid(data=2, z=6)], ids=str)
+def test_from_some_tokens_on_gather_sends_fewer_bytes(grid):
+    """The report's arithmetic, of the experts alone, and the planner's, of a whole step, name one number of tokens."""
+    step = replace(STEP, checkpointing=False)
+    found = compare_bytes(MODEL, grid, step)
+    weights = [(experts.number, [weight[:2] for weight in experts.weights]) for experts in MODEL.experts]
+    sent = bytes_sent(weights[:1] * MODEL.depth, MODEL.experts[0].chosen, MODEL.hidden, grid)
+    assert sent.moved > sent.gathered and found.tokens > 0
+    assert found.tokens == pytest.approx(sent.weights / (sent.moved - sent.gathered), rel=2e-3)
+    own = step.padded_tokens(grid) // (grid.x * grid.y)
+    assert (found.gather < found.move) == (own >= found.tokens)
+
+
+def test_bytes_are_compared_where_tokens_can_travel_alone():
+    assert compare_bytes(MODEL, Grid(z=64), STEP) is None
+    once, again = (compare_bytes(MODEL, Grid(z=4), replace(STEP, checkpointing=on)) for on in (False, True))
+    assert again.move > once.move and again.tokens < once.tokens  # tokens travel again, weights that are kept do not
+    for grid in (Grid(x=2), Grid(z=2, y=2, x=2)):  # gathers of all tokens are more than two rows for each
+        assert compare_bytes(MODEL, grid, STEP).tokens is None
