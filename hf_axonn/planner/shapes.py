@@ -128,6 +128,7 @@ class ExpertsShape:
         routing: dtype of the weights of the choices: wide (float32) or compute.
         sorted: whether they are handed all tokens, one expert after another (Llama 4).
         moves: whether each lies whole on one rank of (z, x, y), to which tokens travel (planner/experts.py).
+        ahead: how many of the parts that come next are computed while tokens travel (layers/computed_ahead.py).
     """
 
     number: int
@@ -136,6 +137,7 @@ class ExpertsShape:
     routing: str = "wide"
     sorted: bool = False
     moves: bool = False
+    ahead: int = 0
 
     @property
     def kind(self) -> WeightKind:
@@ -250,8 +252,12 @@ class LayerShape:
         return tuple(part for part in self.parts if isinstance(part, BlockShape))
 
     def with_moving_experts(self) -> LayerShape:
-        """The same layer with experts that lie whole on one rank."""
-        parts = (replace(part, moves=True) if isinstance(part, ExpertsShape) else part for part in self.parts)
+        """The same layer with experts that lie whole on one rank, after the parts that are computed meanwhile."""
+        parts = list(self.parts)
+        for index, part in enumerate(self.parts):
+            if isinstance(part, ExpertsShape):
+                end = index + part.ahead + 1
+                parts[index:end] = [*parts[index + 1 : end], replace(part, moves=True)]
         weights = (
             WeightShape(WeightKind.WHOLE_EXPERTS, *weight[1:]) if weight.kind == WeightKind.EXPERTS else weight
             for weight in self.weights

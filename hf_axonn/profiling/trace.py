@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from hf_axonn.architectures.divided_rows import gathering_attentions, why_rows_s
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan, is_inside, plan_for
+from hf_axonn.architectures.shared_experts import find_computed_ahead
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.compat.transformers import has_causal_lm_loss, input_embedding, output_embedding, text_config
 from hf_axonn.engine.linears import is_linear, linear_size
@@ -261,15 +262,26 @@ class _Finder:
 
     def _parts(self, trace: LayerTrace) -> list[LayerPart]:
         """Blocks, experts and groups of Linears on their own, in the order in which they ended."""
-        parts: list[LayerPart] = []
+        parts: list[tuple[str, LayerPart]] = []
         for around, names in groupby(trace.parts, self._around):
             if around is None:
-                parts += [self._part(name, trace) for name in names]
+                parts += [(name, self._part(name, trace)) for name in names]
                 continue
             calls = tuple(self._call(name, trace) for name in names)
             taken, narrow = trace.unsharded.get(around, (0, True))
-            parts.append(UnshardedModule(calls=calls, taken=taken, narrow=narrow))
-        return parts
+            parts.append((around, UnshardedModule(calls=calls, taken=taken, narrow=narrow)))
+        return [
+            replace(part, ahead=self._count_ahead(name, [other for other, _ in parts[index + 1 :]]))
+            if isinstance(part, ExpertsShape)
+            else part
+            for index, (name, part) in enumerate(parts)
+        ]
+
+    def _count_ahead(self, name: str, following: list[str]) -> int:
+        """Return how many of the following parts are computed while tokens travel to experts."""
+        around, _, child = name.rpartition(".")
+        ahead = {f"{around}.{other}" for other in find_computed_ahead(self.modules[around], child)}
+        return len(list(takewhile(lambda other: is_inside(other, ahead), following)))
 
     def _around(self, name: str) -> str | None:
         """The module on full sequences that a Linear on its own lies in, or nothing for another part."""

@@ -52,7 +52,7 @@ from hf_axonn.layers import moe
 from hf_axonn.layers.moe import Experts
 from hf_axonn.layers.token_routes import Routes
 from hf_axonn.planner.dense import GPT_POSITIONS, GPT_VOCAB, GPTS
-from hf_axonn.planner.experts import Rows, expected_rows, place_experts
+from hf_axonn.planner.experts import expected_rows, place_experts
 from hf_axonn.planner.memory import memory
 from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.step import Step
@@ -60,6 +60,7 @@ from hf_axonn.planner.traffic import volumes as arithmetic
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.profiling.read_shape import shape_of
+from hf_axonn.topology.experts import Rows
 from tests.benchmarks.checkpoint.big_load import LLAMA_405B, read_grid
 from tests.benchmarks.planner.groups_cost import groups_table
 from tests.benchmarks.planner.meter import Meter, local, nbytes
@@ -136,6 +137,7 @@ def gpt(name: str) -> PreTrainedConfig:
 CASES = {
     "llama-405b": Case(LlamaConfig(**LLAMA_405B), Grid(data=4, z=64, y=8, x=8), rows=1, seq=8192),
     "deepseek-v3": Case(DeepseekV3Config(), Grid(data=4, z=64, y=8, x=8), rows=1, seq=4096),
+    "deepseek-v3-move": Case(DeepseekV3Config(), Grid(data=8, z=128, x=2), rows=3, seq=4096, experts="move"),
     "gpt-80b": Case(gpt("gpt-80b"), Grid(data=64, z=64, y=2, x=2), rows=1, seq=2048),
 }
 
