@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from hf_axonn import Grid, from_pretrained
 from hf_axonn.engine.state import parallel_state
 from tests.helpers.adapting import adapt
-from tests.helpers.chats import logged, make_sft
+from tests.helpers.chats import EXPERTS, logged, make_sft
 from tests.helpers.float64 import Float64, recompute_in_float64
-from tests.helpers.four_bit import SIZES, dequantized_model
+from tests.helpers.four_bit import SIZES, dequantized_model, quantized_model
 from tests.helpers.launching import launch, run
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
@@ -85,6 +85,21 @@ def test_trainer_is_as_on_one_process(tmp_path):
     ]
     for (name, ours), its in zip(loaded[0].named_parameters(), loaded[1].parameters(), strict=True):
         torch.testing.assert_close(ours, its, rtol=1e-7, atol=1e-8, msg=name)
+
+
+def _mixture(folder):
+    model = adapt(quantized_model("qwen3_moe", **EXPERTS))
+    history = trained(folder / "ranks", model, Grid(z=2, x=2))
+    assert "tokens travel" in parallel_state(model).report.experts
+    return history
+
+
+@pytest.mark.slow
+def test_a_mixture_whose_tokens_travel_is_as_on_one_process(tmp_path):
+    """Linears in 4 bits, adapters on them, on experts and on routers."""
+    truth = trained(tmp_path / "one", adapt(dequantized_model(quantized_model("qwen3_moe", **EXPERTS))))
+    for history in run_ranks(_mixture, 4, tmp_path, timeout=400):
+        assert worst_difference(history, truth) < 1e-9
 
 
 def _chat(folder, output, grid=None, *, read=False):

@@ -82,12 +82,12 @@ def _trainer_options(changes: dict[str, Any]) -> dict[str, Any]:
     return {key: changes.pop(key) for key in ("peft_config", "callbacks", "ref_model") if key in changes}
 
 
-def make_dpo(folder: Path, output: Path, grid: Grid | None, *, model=None, adapted: bool = False, **changes):
-    """A DPOTrainer with the model and the data of `write_preferences`."""
+def make_dpo(folder: Path, output: Path, grid: Grid | None, *, model=None, adapted=False, experts=False, **changes):
+    """A DPOTrainer with the model and the data of `write_preferences`; or with a mixture of `experts`."""
     from trl import DPOConfig, DPOTrainer
 
     given = _trainer_options(changes)
-    if model == "experts":
+    if experts:
         model = tiny_model("qwen3_moe", **EXPERTS)
     return DPOTrainer(
         model=policy(folder, adapted=adapted) if model is None else model,
@@ -168,10 +168,11 @@ def make_groups(
     kind: str = "GRPO",
     by_quantiles: bool = True,
     judge: bool = False,
+    experts: bool = False,
     **changes,
 ):
     """A GRPOTrainer or RLOOTrainer with the prompts of `write_preferences`, which samples by `Quantiles`; with `judge`
-    a model gives one of its rewards."""
+    a model gives one of its rewards; or of a mixture of `experts`."""
     import trl
 
     def some_letters(completion_ids, **_) -> list[float]:
@@ -195,7 +196,9 @@ def make_groups(
     own |= dict(model_init_kwargs={"dtype": "auto"})  # of the reference model, which trl 1.15 loads in float32
     args = arguments(getattr(trl, f"{kind}Config"), output, grid, **own | changes)
     trainer = getattr(trl, f"{kind}Trainer")(
-        model=AutoModelForCausalLM.from_pretrained(folder / "speaker", dtype=torch.float64),
+        model=tiny_model("qwen3_moe", vocab_size=33, **EXPERTS | {"output_router_logits": False})
+        if experts
+        else AutoModelForCausalLM.from_pretrained(folder / "speaker", dtype=torch.float64),
         args=args,
         reward_funcs=rewards,
         train_dataset=load_from_disk(folder / "train").select_columns(["prompt"]),
