@@ -22,6 +22,7 @@ from tests.helpers.equality import rows_of
 from tests.helpers.models import tiny_batch, tiny_model, unplanned_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer, numbers
+from tests.layers.test_moe import EXPERTS, KINDS
 
 
 LENGTHS = (8, 12, 9, 21)
@@ -148,6 +149,10 @@ def _passes() -> None:
     assert_equal_to_eager(grid, "gpt2", resid_pdrop=0.1, attn_pdrop=0.1)
     assert_equal_to_eager(grid, "mixtral", dtype=torch.bfloat16)
     assert_equal_to_eager(grid, "gemma2", attention="eager")
+    # Shared experts, which are compiled, run while tokens travel.
+    assert_equal_to_eager(
+        grid, "deepseek_v3", options={"use_cache": False}, checkpoint=False, **EXPERTS | KINDS["deepseek_v3"]
+    )
     # Its norms of heads add up gradients that lie in memory in another order.
     assert_equal_to_eager(grid, "qwen3", but="_norm.weight")
 
