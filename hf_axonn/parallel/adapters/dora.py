@@ -79,6 +79,7 @@ class Dora:
     def __init__(self, state: ParallelState, magnitude: nn.Module, base: nn.Module, output: OwnOutput) -> None:
         self.state, self.magnitude, self.base, self.output = state, magnitude, base, output
         self.place = ShardPlace.in_weight(base, state)
+        self.hooks = tuple(base._forward_hooks.values())  # latent attention's
         magnitude.get_weight_norm = self._weight_norm
         patch_forward(magnitude, self._embedding if isinstance(base, nn.Embedding) else self._linear)
 
@@ -96,11 +97,11 @@ class Dora:
 
     def _linear(self, _original: Callable, x: Tensor, *, lora_A, lora_B, scaling, base_layer, base_result=None, **_):
         norms = self.norms(lora_A.weight, lora_B.weight, scaling, x.dtype)
-        scale = self.output.parameter(self.magnitude.weight) / self._own(norms)
+        scale = self._parameter(self.magnitude.weight) / self._own(norms)
         if base_result is None:  # x has been dropped
             base_result = base_layer(x)
         if base_layer.bias is not None:
-            base_result = base_result - self.output.parameter(base_layer.bias)
+            base_result = base_result - self._parameter(base_layer.bias)
         return (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
 
     def _embedding(self, _original: Callable, x: Tensor, *, lora_A, lora_B, scaling, base_layer, embed_fn, **_):
@@ -108,6 +109,13 @@ class Dora:
         norms = self.norms(lora_A.t(), lora_B.t(), scaling, base_layer.weight.dtype)
         scale = self.output.parameter(self.magnitude.weight) / self._own(norms)
         return scale, scale * (embed_fn(x, lora_A) @ lora_B) * scaling
+
+    def _parameter(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's rows of a parameter [N], whose gradient is summed as that of the base's output is."""
+        value = self.output.parameter(parameter)
+        for hook in self.hooks:
+            value = hook(self.base, (), value)
+        return value
 
     def _own(self, norms: Tensor) -> Tensor:
         """Norms of the features that this rank continues with; 1 for padding, whose magnitude is 0."""
