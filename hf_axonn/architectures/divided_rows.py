@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.architectures.plan import PER_TOKEN, ShardingPlan, is_per_token
+from hf_axonn.architectures.trials import expands_by_position
 from hf_axonn.compat.attention import (
+    EXPAND,
     count_by_embeddings,
     counts_positions,
+    expands_latents,
     finds_attention_function,
     mask_functions,
     numbers_positions,
@@ -23,7 +26,7 @@ from hf_axonn.compat.attention import (
 )
 from hf_axonn.compat.peft import wrapped_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss
-from hf_axonn.engine.linears import is_linear
+from hf_axonn.engine.linears import is_linear, linear_size
 
 
 MIXES = {  # types whose code reads along the row, or fails on pads, where nothing else shows it
@@ -93,6 +96,22 @@ def number_positions(model: nn.Module, tokens: Tensor, attention_mask: Tensor | 
         return attention_mask.cumsum(dim=1) * attention_mask - 1
     counted = count_by_embeddings(model, tokens) if takes_positions(model) else None
     return torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0) if counted is None else counted
+
+
+def latent_features(attention: Any, up: nn.Module) -> int:
+    """Return the features of a position's latent and rotary key, of which attention makes its keys and values.
+
+    Args:
+        up: the Linear that makes them of latents.
+    Returns:
+        0 where it is not known that each position's are made of its own, and in a sliding window, of which few keys
+        and values are needed.
+    """
+    if not expands_latents(attention) or getattr(attention, "sliding_window", None):
+        return 0
+    rotary: int = attention.qk_rope_head_dim
+    alone = expands_by_position(getattr(attention, EXPAND), attention, up, rotary)
+    return linear_size(up)[1] + rotary if alone else 0
 
 
 def why_heads_stay(attention: nn.Module) -> str:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_axonn.engine.linears import linear_size
+
 
 EXACT = 1e-12
 
@@ -76,6 +78,33 @@ def mixes_features(
             full, shares = entry.forward(hidden), [entry.forward(part) for part in hidden.split((2, 4), dim=-1)]
             return not close(full, torch.cat(shares, dim=-1), EXACT)
     except Exception:  # code that takes more inputs, or gives other results
+        return False
+
+
+def expands_by_position(expand: Callable, around: nn.Module, up: nn.Module, rotary: int) -> bool:
+    """Return whether a method that makes keys and values of latents and rotary keys makes those of each position by
+    itself: it runs on four positions, and on parts of them. False too where it does not run so.
+
+    Args:
+        around: the module that has the method.
+        up: the Linear that it calls on latents; a function of one feature takes its place.
+        rotary: features of a rotary key.
+    """
+    made, latent = linear_size(up)
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(1, 1, 4, latent + rotary, generator=generator, dtype=torch.float64, device="cpu")
+    scales = torch.arange(1, made + 1, device="cpu")
+    stubs = {up: lambda hidden: torch.sin(hidden[..., :1] * scales)}
+
+    def run(positions: Tensor) -> tuple[Tensor, Tensor]:
+        return expand(*positions.split((latent, rotary), dim=-1))
+
+    try:
+        with isolate(), replace_forwards(around, stubs), torch.no_grad():
+            whole, first, rest = (run(each) for each in (given, given[:, :, :1], given[:, :, 1:]))
+            parts = (torch.cat(each, dim=2) for each in zip(first, rest, strict=True))
+            return all(map(torch.equal, whole, parts))
+    except Exception:  # code that takes other arguments, or gives other results
         return False
 
 

@@ -13,7 +13,7 @@ from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE
 from hf_axonn.planner.predict import Prediction, predict
 from hf_axonn.planner.search import GridRanking, alternatives
-from hf_axonn.planner.shapes import gathers_keys, heads_repeat
+from hf_axonn.planner.shapes import gathers_keys, gathers_latents, heads_repeat
 from hf_axonn.topology.axis_order import ORDER, trim_order
 from hf_axonn.topology.grid import Grid
 
@@ -145,8 +145,11 @@ def _positions(best: Prediction) -> str:
     """Return how context divides a sequence, or nothing."""
     if best.grid.context == 1:
         return ""
-    keys = gathers_keys(best.job.shape, best.grid, best.job.context_attention)
-    way = "on gathered keys and values" if keys else "by heads"
+    shape, requested, way = best.job.shape, best.job.context_attention, "by heads"
+    if gathers_keys(shape, best.grid, requested):
+        blocks = [block for layer, _ in shape.kinds for block in layer.blocks]
+        latents = any(gathers_latents(shape, block, best.grid, requested) for block in blocks)
+        way = f"on gathered {'latents' if latents else 'keys and values'}"
     return f", {best.job.positions(best.grid):,} positions of each on a rank, attention {way}"
 
 

@@ -15,6 +15,7 @@ Route = Callable[..., Any]  # called as (attention function, module, query, key,
 ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 ROUTE = "attention_route"  # attribute of a module whose calls are routed
 ALIBI = "build_alibi_tensor"
+EXPAND = "expand_kv"  # (latent, rotary key), [B, 1, S, features] each -> keys and values of all heads
 COUNT = "create_position_ids_from_input_ids"
 
 
@@ -35,6 +36,11 @@ def finds_attention_function(module: nn.Module) -> bool:
 def numbers_positions(module: nn.Module) -> bool:
     """Return whether a module's forward numbers the positions that it is given by itself, from 0 on."""
     return "arange" in _names_in(module)
+
+
+def expands_latents(module: nn.Module) -> bool:
+    """Return whether a module's forward makes keys and values by its method `EXPAND`."""
+    return EXPAND in _names_in(module) and hasattr(module, EXPAND)
 
 
 def route_attention(module: nn.Module, route: Route) -> None:

@@ -14,9 +14,9 @@ keys: queries stay where they are, and k and v of whole rows are gathered.
 
     attend     each stripe of own queries to the keys before them (attention_chunks.py)
 
-One all-gather over context of k and v, with the kv heads of this (x, y), whatever their number; in a sliding window an
-exchange of the ends of stripes. Rows are dealt in two stripes a rank (engine/rows.py), so that all ranks have as many
-pairs of a query and a key.
+One all-gather over context of k and v, with the kv heads of this (x, y), whatever their number, or of the latents that
+they are made of (latent_attention.py); in a sliding window an exchange of the ends of stripes. Rows are dealt in two
+stripes a rank (engine/rows.py), so that all ranks have as many pairs of a query and a key.
 
 Source: DeepSpeed Ulysses (arXiv 2309.14509), section 3; Llama 3 (arXiv 2407.21783), section 3.3.2.
 """
@@ -57,13 +57,17 @@ class ContextAttention:
     one of the output; in backward the same ones the other way. With keys an all-gather over context of k and v
     together (or one each), in backward a reduce-scatter; in a sliding window an exchange both ways (`Grid.reach`).
 
+    Args:
+        expands: whether k and v come in of whole rows where keys are gathered (`LatentColumnParallel.gather_rows`).
+
     Raises:
         ValueError: of a call: with heads, those of this rank are not divisible by context; with keys, the attention
             implementation is not known; or there is a bias for positions, which is not divided.
     """
 
-    def __init__(self, state: ParallelState) -> None:
+    def __init__(self, state: ParallelState, *, expands: bool = False) -> None:
         self.state = state
+        self.expands = expands
 
     def __call__(
         self,
@@ -85,8 +89,13 @@ class ContextAttention:
             raise ValueError(f"{type(module).__name__} has a bias for positions, which is not divided over context.")
         # As attention would cast them: what rotation has widened under autocast would travel as twice the bytes.
         query, key, value = (each.to(self.state.compute_dtype(each)) for each in (query, key, value))
-        run = _attend_with_keys if rows.striped else _attend_with_heads
-        return run(rows, function, module, query, key, value, attention_mask, options), None
+        if rows.striped:
+            output = _attend_with_keys(
+                rows, function, module, query, key, value, attention_mask, options, whole=self.expands
+            )
+        else:
+            output = _attend_with_heads(rows, function, module, query, key, value, attention_mask, options)
+        return output, None
 
 
 def _attend_with_heads(
@@ -132,6 +141,8 @@ def _attend_with_keys(
     value: Tensor,
     mask: Any,
     options: dict[str, Any],
+    *,
+    whole: bool,
 ) -> Tensor:
     masks = _mask_of(rows, module, (query, key, value), mask, options)
     if isinstance(masks, CausalMask) and is_stock_sdpa(function, options):
@@ -139,7 +150,7 @@ def _attend_with_keys(
     else:
         values = _take_heads(module, query.shape[1], slice(None), 1)
         call = functools.partial(_call, function, module, values, options | {"position_ids": None})
-    keys = _keys_of_stripes(key, value, rows, masks.window)
+    keys = [(0, key, value)] * 2 if whole else _keys_of_stripes(key, value, rows, masks.window)
     stripes = [
         (start, own[:, :, : rows.length - start], seen)
         for start, own, seen in zip(rows.starts, query.split(rows.stripe, dim=2), keys, strict=True)

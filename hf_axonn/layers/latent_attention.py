@@ -8,6 +8,14 @@
 Attention to states of an encoder, which are full too, makes its keys and values of them as q_b and kv_b make theirs.
 An MLP that makes a narrow latent beside its own projections, for low-rank terms of theirs, is sharded in the same way.
 
+Where context divides rows and attention gathers keys (context_attention.py), it may gather what kv_b gets, and the
+rotary part of keys; each rank makes keys and values of whole rows of them, for its own heads:
+
+    latent, rotary key   [B, 1, L, R], [B, 1, L, D], own positions -> [B, 1, S, R], [B, 1, S, D]
+    k, v                 [B, heads/x, S, ...]
+
+For DeepSeek-V3 these are 576 numbers a position, and not 320 for each of 128 heads.
+
 The rotary part of kv_a's output is used with every rank's own heads, so its gradient is a sum over them.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
@@ -20,6 +28,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from hf_axonn.compat.attention import EXPAND
 from hf_axonn.distributed.collectives import all_reduce_backward
 from hf_axonn.engine.activation_layouts import gather_tokens, take_features
 from hf_axonn.engine.state import ParallelState
@@ -37,6 +46,22 @@ class LatentColumnParallel(ColumnParallel):
     def _compute(self, hidden: Tensor) -> list[Tensor]:
         mesh = self.state.mesh
         return super()._compute(all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x")))
+
+    def gather_rows(self, attention: nn.Module) -> None:
+        """Make keys and values of whole rows where context divides them: in `EXPAND` of `attention`, which calls this
+        layer. All-gather over context of its two arguments together; backward: a reduce-scatter."""
+        self.gathers_rows = True
+        patch_forward(attention, self._expand, method=EXPAND)
+
+    def _expand(self, original: Callable, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.state.context.rows
+        if rows is None:
+            return original(latent, rotary)
+        # As the products would cast them: a norm or the rotation may have widened them under autocast.
+        own = [each.to(self.state.compute_dtype(each)) for each in (latent, rotary)]
+        whole = rows.join(torch.cat(own, dim=-1).transpose(1, 2)).transpose(1, 2)
+        key, value = original(*whole.split([each.shape[-1] for each in own], dim=-1))
+        return key, value.contiguous()  # a part of what kv_b returns, which is not to stay for it
 
 
 def install_latent(state: ParallelState, attention: nn.Module, row: RowParallel) -> None:

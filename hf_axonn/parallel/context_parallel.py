@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hf_axonn.architectures.divided_rows import (
     gathering_attentions,
+    latent_features,
     number_positions,
     runs_along_row,
     takes_positions,
@@ -34,13 +35,14 @@ from hf_axonn.compat.attention import alibi_functions, mask_functions, route_att
 from hf_axonn.compat.late_masks import make_late
 from hf_axonn.compat.transformers import text_config
 from hf_axonn.config import AxonnConfig
+from hf_axonn.engine.linears import linear_size
 from hf_axonn.engine.rows import Rows
 from hf_axonn.layers.base import patch_forward, patch_innermost, replaced, split_hidden_states
 from hf_axonn.layers.context_attention import ContextAttention
 from hf_axonn.losses.router_aux import RouterLogits
 from hf_axonn.parallel.sharded_model import ShardedModel
 from hf_axonn.topology.grid import Grid
-from hf_axonn.topology.heads import Heads
+from hf_axonn.topology.heads import Heads, latents_travel
 
 
 WHOLE = ("labels", "shift_labels")  # arguments that the loss takes its positions of
@@ -54,10 +56,12 @@ class RowsChoice:
 
     Attributes:
         keys: whether k and v are gathered; else heads are divided (layers/context_attention.py).
+        latents: names of the attentions of which what k and v are made of is gathered (layers/latent_attention.py).
         reason: a line for the report; empty without context.
     """
 
     keys: bool = False
+    latents: frozenset[str] = frozenset()
     reason: str = ""
 
 
@@ -88,14 +92,18 @@ def choose_rows(model: nn.Module, plan: ShardingPlan, config: AxonnConfig) -> Ro
             f"{undivided}. Leave it at auto, which gathers keys and values then, or take another context."
         )
     keys = requested == "keys" or bool(undivided)
-    how = f"gather keys and values ({undivided or 'as configured'})" if keys else "exchange heads for positions"
+    latents = frozenset(_find_latents(model, plan, grid)) if keys else frozenset()
+    how = "exchange heads for positions"
+    if keys:
+        made = f", of which {len(latents)} make them of latents" if latents else ""
+        how = f"gather keys and values ({undivided or 'as configured'}){made}"
     attentions = sum(1 for block in plan.blocks if block.is_attention) + len(exchanged) - len(gathering)
     parts = [f"{attentions} attentions {how}"] if attentions else []
     if gathering:
         parts.append(f"{len(gathering)} attentions gather whole rows ({gathering[0]} ...)")
     if along:
         parts.append(f"{len(along)} modules run on whole rows ({along[0]} ...)")
-    return RowsChoice(keys, f"positions of rows over {grid.context} ranks of context: {', '.join(parts)}")
+    return RowsChoice(keys, latents, f"positions of rows over {grid.context} ranks of context: {', '.join(parts)}")
 
 
 def _undivided_heads(
@@ -121,6 +129,20 @@ def _undivided_heads(
     )
 
 
+def _find_latents(model: nn.Module, plan: ShardingPlan, grid: Grid) -> Iterator[str]:
+    """Yield the names of the attentions that gather latents and rotary keys where others gather keys and values."""
+    here = grid.place(0)
+    for block in plan.blocks:
+        if not (block.is_attention and block.latent):
+            continue
+        attention: Any = model.get_submodule(block.entry)
+        up, heads = model.get_submodule(block.columns[-1]), Heads.divide(block.query, block.kv, here)
+        if features := latent_features(attention, up):
+            of_head = linear_size(up)[0] // block.query + attention.qk_rope_head_dim
+            if latents_travel(features, of_head * heads.own_kv(here), heads, here):
+                yield block.entry
+
+
 def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan, choice: RowsChoice) -> None:
     """Let calls of a model and of its base model compute this rank's positions. No communication.
 
@@ -128,8 +150,13 @@ def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan, c
     each tensor that it returns.
     """
     route = ContextAttention(state)
-    along = (block.entry for block in plan.blocks if block.is_attention or block.mixer)
-    for name in (*along, *plan.full_sequence):
+    for block in plan.blocks:
+        if block.entry in choice.latents:
+            attention = model.get_submodule(block.entry)
+            state.sharded_layers[model.get_submodule(block.columns[-1])].gather_rows(attention)
+            route_attention(attention, ContextAttention(state, expands=True))
+    along = [block.entry for block in plan.blocks if block.is_attention or block.mixer]
+    for name in (*(name for name in along if name not in choice.latents), *plan.full_sequence):
         if not why_heads_stay(module := model.get_submodule(name)):
             route_attention(module, route)
         elif module in state.blocks:

@@ -35,6 +35,7 @@ from hf_axonn.planner.shapes import (
     UnshardedModule,
     WeightShape,
     gathers_keys,
+    gathers_latents,
     heads_repeat,
     own_elements,
     own_experts,
@@ -382,6 +383,8 @@ def _saved_by_latents(shape: ModelShape, block: BlockShape, grid: Grid, step: St
     heads = (2 * block.query_features + block.value_features + block.columns[-1].rows) / parts * repeat
     if grid.context > 1:
         heads = _saved_over_context(shape, block, grid, step)
+    if gathers_latents(shape, block, grid, step.context_attention):
+        inputs += grid.context * block.latent - block.columns[-1].cols  # of whole rows
     saved = tokens * (inputs + latents + heads) * compute
     if grid.y > 1:
         saved += tokens * block.value_features / grid.x * compute

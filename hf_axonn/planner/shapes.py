@@ -18,7 +18,7 @@ from math import lcm, prod
 from typing import NamedTuple
 
 from hf_axonn.topology.grid import Grid
-from hf_axonn.topology.heads import Heads
+from hf_axonn.topology.heads import Heads, latents_travel
 from hf_axonn.topology.local_slices import slices_at
 from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
 
@@ -44,6 +44,8 @@ class BlockShape:
             (None), and whether each is a LayerNorm.
         down: latent attention: the Linears that make latents of full activations.
         rotary: latent attention: features of a latent that go to every head.
+        latent: latent attention: features of a position that its keys and values are made of, and nothing else
+            (architectures/divided_rows.py); 0 where that is not known.
         window: tokens that attention looks back over at most (sliding window); 0: all before.
         mixes: whether it is a mixer (layers/mixer.py), which reads along the row without attention.
         norm_groups: groups of heads of which a mixer's norm takes the mean square each; 0: none.
@@ -59,6 +61,7 @@ class BlockShape:
     inner_norms: tuple[tuple[int | None, bool], ...] = ()
     down: tuple[LinearShape, ...] = ()
     rotary: int = 0
+    latent: int = 0
     window: int = 0
     mixes: bool = False
     norm_groups: int = 0
@@ -504,3 +507,12 @@ class HeadFeatures:
         kv = lcm(kv, grid.context) if divided else kv
         width, of_value = block.query_features // block.query, block.value_features // block.query
         return cls(query * width, kv * (width + of_value), query * of_value)
+
+
+def gathers_latents(shape: ModelShape, block: BlockShape, grid: Grid, requested: str) -> bool:
+    """Return whether an attention of a model that gathers keys and values over context makes them of gathered latents;
+    `requested`: as in `gathers_keys`."""
+    if not (block.latent and gathers_keys(shape, grid, requested)):
+        return False
+    here, own = grid.place(0), HeadFeatures.from_block(block, grid, divided=False)
+    return latents_travel(block.latent, own.keys, Heads.divide(block.query, block.kv, here), here)

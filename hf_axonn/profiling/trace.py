@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_axonn.architectures.divided_rows import gathering_attentions, why_rows_stay_whole
+from hf_axonn.architectures.divided_rows import gathering_attentions, latent_features, why_rows_stay_whole
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan, is_inside, plan_for
@@ -313,6 +313,7 @@ class _Finder:
 
         inner = plan.mixer.linears if plan.mixer else ()
         down = [name for name in plan.latent if is_linear(self.modules[name])]
+        latent = bool(down) and plan.is_attention
         return BlockShape(
             columns=tuple(linear(name) for name in plan.columns),
             segments=plan.segments,
@@ -324,7 +325,8 @@ class _Finder:
                 for kind, name in plan.inner_norms.values()
             ),
             down=tuple(linear(name) for name in down),
-            rotary=getattr(self.modules[plan.entry], "qk_rope_head_dim") if down and plan.query else 0,  # noqa: B009
+            rotary=getattr(self.modules[plan.entry], "qk_rope_head_dim") if latent else 0,  # noqa: B009
+            latent=latent_features(self.modules[plan.entry], self.modules[plan.columns[-1]]) if latent else 0,
             window=self._window(self.modules[plan.entry]) if plan.is_attention else 0,
             mixes=plan.mixer is not None,
             inner=tuple(linear(f"{plan.entry}.{name}") for name in inner),

@@ -88,6 +88,18 @@ class Heads:
         return f"{self.query} heads are not divisible by x = {place.size('x')}: attention on all heads on every rank"
 
 
+def latents_travel(latent: int, own: int, heads: Heads, place: GridPosition) -> bool:
+    """Return whether ranks that need keys and values of each other's positions gather what these are made of.
+
+    That is narrower, and no other rank of (x, y) takes part in making them, to which whole rows would travel instead.
+
+    Args:
+        latent: features of a position's latent and rotary key; 0 where keys and values are not made of such.
+        own: features of the keys and values of one rank.
+    """
+    return 0 < latent < own and bool(heads.axes) and place.size("y") == 1
+
+
 @dataclass(frozen=True)
 class FeatureRange:
     """This rank's share of one packed part of a projection: ranges of its features, and their number with padding."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_axonn import Grid
-from hf_axonn.planner.shapes import ExpertsShape, UnshardedModule
+from hf_axonn.planner.shapes import ExpertsShape, UnshardedModule, gathers_latents
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.benchmarks.traffic import models as traffic_models
 
@@ -52,6 +52,27 @@ def test_sizes_that_do_not_divide_and_a_shape_that_is_not_the_model_s():
     assert not traffic_models.differences(config, shape, grid)
     wrong = traffic_models.differences(config, traffic_models.shape_of(tiny_config("bitnet")), grid)
     assert "forward all_gather over z: counted" in "\n".join(wrong)
+
+
+LATENT = ("deepseek_v3", "deepseek_v2", "minicpm3", "longcat_flash")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "grid"),
+    [
+        ("deepseek_v3", Grid(z=4, x=2, context=2)),
+        *(pytest.param(kind, Grid(z=4, context=4), marks=pytest.mark.slow) for kind in LATENT),
+        *(pytest.param(kind, Grid(z=2, y=2, context=2), marks=pytest.mark.slow) for kind in LATENT),
+    ],
+    ids=str,
+)
+def test_gathered_latents_are_sent_as_the_planner_says(kind, grid):
+    config = tiny_config(kind)
+    shape = traffic_models.shape_of(config)
+    assert not traffic_models.differences(config, shape, grid, attention="keys")
+    every = (block for layer, _ in shape.kinds for block in layer.blocks)
+    assert any(gathers_latents(shape, block, grid, "keys") for block in every) == (grid.y == 1)
 
 
 @pytest.mark.filterwarnings("ignore")

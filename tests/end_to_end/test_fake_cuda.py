@@ -39,6 +39,7 @@ SLOW += [
     "mixtral-context",
     "mixtral-keys",
     "gemma2-keys",
+    "deepseek_v3-keys",
     "llama-flash",
     "mistral-flash",
     "gemma2-context",

@@ -65,7 +65,7 @@ def mixture():
     return tiny_model("mixtral", dtype=torch.float32, experts_implementation="eager", **MOE)
 
 
-def with_shared_experts():
+def latent():
     return tiny_model("deepseek_v3", dtype=torch.float32, **EAGER, **LATENT)
 
 
@@ -83,8 +83,9 @@ MODES = {
     "MoE, recomputed": functools.partial(recomputed, mixture, use_reentrant=False),
     "MoE, gathered": mixture,
     "qwen3_moe": lambda: tiny_model("qwen3_moe", dtype=torch.float32, num_experts=4, **EAGER),
-    "deepseek_v3": with_shared_experts,
-    "deepseek_v3, recomputed": functools.partial(recomputed, with_shared_experts, use_reentrant=False),
+    "deepseek_v3": latent,
+    "deepseek_v3, recomputed": functools.partial(recomputed, latent, use_reentrant=False),
+    "latents of whole rows": functools.partial(recomputed, latent, use_reentrant=False),
     "bfloat16": lambda: tiny_model("llama", dtype=torch.bfloat16),
     "autocast": llama,
     "tied weights": lambda: tiny_model("smollm2", dtype=torch.float32),
@@ -98,6 +99,8 @@ MODES = {
 
 
 SETTINGS = {"MoE, gathered": {"experts": "gather"}}
+# Of grids with context.
+OF_CUT_ROWS = {"latents of whole rows": {"context_attention": "keys"}}
 # Of grids with pipe.
 SCHEDULES = {
     "interleaved": {"schedule": "interleaved", "stages_per_rank": 2},
@@ -108,7 +111,7 @@ SCHEDULES = {
 
 
 def made(mode, grid, *, overlap=True, keep="none"):
-    settings = (SETTINGS | SCHEDULES).get(mode, {})
+    settings = (SETTINGS | OF_CUT_ROWS | SCHEDULES).get(mode, {})
     config = AxonnConfig(grid=grid, overlap=Overlap() if overlap else NO_OVERLAP, keep_gathered=keep, **settings)
     model, _ = parallelize(MODES[mode](), grid, config=config)
     if mode == "autocast":
@@ -303,7 +306,7 @@ ALL_GRIDS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("like", ["gloo", "nccl"])
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in SCHEDULES])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in OF_CUT_ROWS | SCHEDULES])
 def test_no_bit_changes_on_any_grid(tmp_path, mode, like):
     """Both branches together generate and save on each of its grids. What is kept of gathers is the same in both."""
     grids = (
@@ -319,7 +322,7 @@ def test_no_bit_changes_on_any_grid(tmp_path, mode, like):
 @pytest.mark.parametrize("like", ["gloo", "nccl"])
 def test_no_bit_changes_where_rows_are_divided(tmp_path, like):
     grids = [Grid(z=2, x=2, context=2), Grid(z=4, context=2)]
-    modes = ("plain", "MoE", "bfloat16", "recomputed")
+    modes = ("plain", "MoE", "bfloat16", "recomputed", *OF_CUT_ROWS)
     check([(grid, mode, like, "none", False) for grid in grids for mode in modes], tmp_path, timeout=560)
 
 

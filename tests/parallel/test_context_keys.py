@@ -15,16 +15,28 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_axonn import parallelize
+from hf_axonn.architectures.divided_rows import latent_features
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.layers import attention_chunks
 from hf_axonn.topology.grid import Grid
 from tests.end_to_end.test_equivalence import SITUATIONS, without_cache
+from tests.helpers.adapting import Adapted, adapt
 from tests.helpers.equality import Case, exact
-from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.models import DEEPSEEK, tiny_batch, tiny_model
 from tests.helpers.ranks import refused, run_ranks
-from tests.layers.test_moe import moe
-from tests.parallel.test_context_parallel import FAMILIES, FOUR, GEMMA, HERE, QUICK, TWO, errors, of_model
+from tests.layers.test_moe import EXPERTS, moe
+from tests.parallel.test_context_parallel import (
+    FAMILIES,
+    FOUR,
+    GEMMA,
+    HERE,
+    QUICK,
+    TWO,
+    checkpointed_case,
+    errors,
+    of_model,
+)
 
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -129,9 +141,9 @@ def test_chunks_of_queries(monkeypatch, way):
     assert not errors([with_way(case, way) for case in cases], TWO)
 
 
-def traffic_of(grid):
+def traffic_of(grid, make):
     """Collectives over context of a step, by kind."""
-    model, report = parallelize(tiny_model("llama").train(), grid, config=config_of(grid))
+    model, report = parallelize(make().train(), grid, config=config_of(grid))
     found, group = [], model.axonn.mesh.group("context")
     with observe(lambda kind, payload, of: found.append((kind, payload)) if of is group else None):
         model(**tiny_batch(2, 8)).loss.backward()
@@ -140,11 +152,90 @@ def traffic_of(grid):
 
 def test_a_layer_gathers_its_keys_and_values_once():
     """Two layers of two rows, 4 positions a rank: k and v of 6 heads of 4 features together."""
-    for found, report in run_ranks(traffic_of, 2, Grid(z=2, context=2)):
+    for found, report in run_ranks(traffic_of, 2, Grid(z=2, context=2), functools.partial(tiny_model, "llama")):
         keys = 2 * 4 * (6 + 6) * 4 * 8
         assert found.count(("all_gather", keys)) == found.count(("reduce_scatter", keys)) == 2
         assert not [kind for kind, _ in found if kind == "all_to_all"]
         assert "2 attentions gather keys and values (as configured)" in str(report)
+
+
+V3 = functools.partial(moe, "deepseek_v3")
+SIZES = {name: size for name, size in DEEPSEEK.items() if name.endswith(("_dim", "_rank", "_heads"))}
+
+
+def latent_cases():
+    """Cases of attention that makes k and v of latents, each in another way."""
+    yield of_model("deepseek_v2", n_routed_experts=4, **EXPERTS | DEEPSEEK)
+    yield checkpointed_case(of_model("deepseek_v3", moe, steps=3))
+    eager = of_model("deepseek_v3", moe, attention="eager", q_lora_rank=None)
+    yield dataclasses.replace(eager, name="eager, q of no latent")
+    yield of_model("minicpm3", **SIZES)
+
+
+def test_a_layer_gathers_what_its_keys_and_values_are_made_of():
+    """4 positions of two rows on a rank: a latent of 16 features and a rotary key of 4, not 12 heads of 8 and 4."""
+    for found, report in run_ranks(traffic_of, 2, TWO[0], V3):
+        latents = 2 * 4 * (16 + 4) * 8
+        assert found.count(("all_gather", latents)) == found.count(("reduce_scatter", latents)) == 2
+        assert "2 attentions gather keys and values (as configured), of which 2 make them of latents" in str(report)
+
+
+def report_of(grid, make):
+    return str(parallelize(make(), grid, config=config_of(grid))[1])
+
+
+def test_latents_stay_where_they_are_no_gain():
+    """Over y the products of latents would be summed for whole rows. Two heads have 2 * (8 + 4) features."""
+    few = functools.partial(V3, num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=20)
+    for grid, make in ((Grid(z=2, y=2, context=2), V3), (TWO[0], few)):
+        report = run_ranks(report_of, grid.size, grid, make)[0]
+        assert "2 attentions gather keys and values (as configured)" in report and "latents" not in report
+
+
+def test_what_mixes_positions_is_not_made_of_latents(monkeypatch):
+    attention = V3().model.layers[0].self_attn
+    assert latent_features(attention, attention.kv_b_proj) == 16 + 4
+    expand = type(attention).expand_kv
+    monkeypatch.setattr(type(attention), "expand_kv", lambda self, latent, key: expand(self, latent.cumsum(2), key))
+    assert not latent_features(attention, attention.kv_b_proj)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [TWO[0], *FOUR], ids=str)
+def test_latents_of_every_kind(grid):
+    assert not errors([with_way(case) for case in latent_cases()], [grid])
+
+
+def adapted(**options):
+    return Adapted(str(options), base=V3, batches=[tiny_batch(4, 9)], adapter=functools.partial(adapt, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [TWO[0], FOUR[2]], ids=str)
+def test_adapters_of_what_makes_latents_and_is_made_of_them(grid):
+    names = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    cases = [adapted(target_modules=names), adapted(target_modules=names, use_dora=True, lora_dropout=1e-14)]
+    assert not errors([with_way(case) for case in cases], [grid])
+
+
+def dropped(grid):
+    """What is left of the latents of whole rows that adapters get."""
+    model = adapt(V3(), target_modules=["kv_b_proj"], lora_dropout=0.5)
+    model, _ = parallelize(model.train(), grid, config=config_of(grid))
+    found = []
+    for name, module in model.named_modules():
+        if name.endswith("lora_dropout.default"):
+            module.register_forward_hook(lambda _module, _args, output: found.append(output.detach()))
+    torch.manual_seed(5)
+    model(**tiny_batch(2, 8))
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_of_context_drop_the_same_of_a_latent():
+    one, other = run_ranks(dropped, 2, TWO[0])
+    assert len(one) == 2 and all(each.shape == (2, 1, 8, 16) for each in one)
+    assert all(map(torch.equal, one, other)) and all((each == 0).any() for each in one)
 
 
 def ways():

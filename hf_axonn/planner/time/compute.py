@@ -33,6 +33,7 @@ from hf_axonn.planner.shapes import (
     ModelShape,
     UnshardedModule,
     gathers_keys,
+    gathers_latents,
     heads_repeat,
     own_experts,
     shard_shape,
@@ -115,6 +116,10 @@ class Compute:
         """Ranks that compute the same attention."""
         return heads_repeat(block, self.grid)
 
+    def gathers_latents(self, block: BlockShape) -> bool:
+        """Return whether attention makes keys and values of whole rows, of gathered latents."""
+        return gathers_latents(self.shape, block, self.grid, self.step.context_attention)
+
     def row_dims(self, block: BlockShape, repeat: int) -> tuple[list[int], list[int]]:
         """Features in and out of the products of a row layer on one rank.
 
@@ -149,7 +154,9 @@ class Compute:
                     products = _sums(self._products(*self.row_dims(part, repeat)), adapters)
                     found.append(Group(*products, *self.stream(layer.norms / blocks)))
                     continue
-                products = _sums(self._products(*self.column_dims(kind, linears)), adapters)
+                whole = linears[0] is part.columns[-1] and self.gathers_latents(part)
+                tokens = float(self.step.rows * self.step.seq) if whole else None
+                products = _sums(self._products(*self.column_dims(kind, linears), tokens), adapters)
                 if kind == WeightKind.LINEAR:  # its latent is full, and so is the input of the norm that follows
                     found.append(Group(*products, *self._norm(linears[0].rows)))
                 elif part.down and linears[0] != part.columns[-1]:
@@ -265,10 +272,12 @@ class Compute:
         copies = 0.0
         if gathers_keys(self.shape, self.grid, self.step.context_attention):
             # Before the gather they are joined, and after it stripes and then rows are put in order.
-            keys = HeadFeatures.from_block(block, self.grid, divided=False).keys
-            whole = not self.grid.reach(block.window, self.step.seq)
-            copied = (2 + (4 * self.grid.context if whole else 2)) * self.tokens * keys * self.step.compute_bytes
-            copies = self.memory_seconds(copied, 3)
+            heads = HeadFeatures.from_block(block, self.grid, divided=False)
+            parts = 0 if self.grid.reach(block.window, self.step.seq) else self.grid.context
+            copied = (2 + (4 * parts or 2)) * heads.keys
+            if self.gathers_latents(block):  # and values are taken out of what their Linear makes
+                copied = (2 + 4 * parts) * block.latent + 2 * parts * heads.output
+            copies = self.memory_seconds(copied * self.tokens * self.step.compute_bytes, 3)
         elif self.grid.context > 1:  # before and after each of two exchanges what travels is read and written
             heads = HeadFeatures.from_block(block, self.grid, divided=True)
             exchanged = 4 * self.tokens * (heads.query + heads.keys + heads.output) * self.step.compute_bytes

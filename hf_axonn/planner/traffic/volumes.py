@@ -26,6 +26,7 @@ from hf_axonn.planner.shapes import (
     ModelShape,
     UnshardedModule,
     gathers_keys,
+    gathers_latents,
     own_elements,
     own_experts,
     own_heads,
@@ -101,6 +102,10 @@ class StepAccount:
         self.hidden_y = ceil_div(shape.hidden, grid.y)
         # Statistics and the loss are at least float32; gradients are reduced in the wider of their and reduce_dtype.
         self.wide = max(step.compute_bytes, 4)
+
+    def gathers_latents(self, block: BlockShape) -> bool:
+        """Return whether attention makes keys and values of gathered latents."""
+        return gathers_latents(self.shape, block, self.grid, self.step.context_attention)
 
     def layer(self, layer: LayerShape, *, kept: bool = False, once: bool = False) -> Ledger:
         """One decoder layer, forward and backward. `kept`: its gathered weights live until backward is done. `once`:
@@ -197,7 +202,8 @@ class StepAccount:
                     sent = ends * reach * self.step.rows * own.keys * self.step.compute_bytes
                     ledger.add(phase, "exchange", ("context",), sent)
             else:
-                pair(ledger, "all_gather", "reduce_scatter", ("context",), self.tokens * own.keys)
+                sent = block.latent if self.gathers_latents(block) else own.keys
+                pair(ledger, "all_gather", "reduce_scatter", ("context",), self.tokens * sent)
         elif block.is_attention and grid.context > 1:  # to whole rows of fewer heads, and back
             own = HeadFeatures.from_block(block, grid, divided=True)
             for sent in (own.query + own.keys, own.output):
@@ -225,7 +231,10 @@ class StepAccount:
         parts = parts if self.by_features else self.padded // grid.x // grid.y * self.shape.hidden
         ledger.add("forward", "all_gather", ("x", "y"), parts * self.step.param_bytes)
         for linear in (*block.down, *block.columns):  # take_features, and the sum over x of what comes back
-            self.add_full_input(ledger, self.tokens * ceil_div(linear.cols, grid.y) * self.step.param_bytes)
+            tokens, size = self.tokens, self.step.param_bytes
+            if linear is block.columns[-1] and self.gathers_latents(block):  # in the dtype in which they travel
+                tokens, size = self.step.rows * self.step.seq, self.step.compute_bytes
+            self.add_full_input(ledger, tokens * ceil_div(linear.cols, grid.y) * size)
             self.add_weights(ledger, WeightKind.LINEAR if linear in block.down else WeightKind.COLUMN, [linear])
         for linear in block.down:  # FullLinear
             self.add_full_output(ledger, self.tokens * ceil_div(linear.rows, grid.x))

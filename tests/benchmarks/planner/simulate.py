@@ -76,7 +76,7 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Case:
     """A model and a grid for it, with the batch of one (data, z) position. `lora`: rank of the adapters of every
-    Linear of the layers, which alone are trained then; `experts`: gather or move."""
+    Linear of the layers, which alone are trained then; `experts`: gather or move; `attention`: context_attention."""
 
     config: PreTrainedConfig
     grid: Grid
@@ -86,6 +86,7 @@ class Case:
     bf16: bool = True
     lora: int = 0
     experts: str = "gather"
+    attention: str = "auto"
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -116,6 +117,7 @@ class Case:
             checkpointing=self.checkpointing,
             lora=self.lora,
             counted=True,
+            context_attention=self.attention,
         )
 
 

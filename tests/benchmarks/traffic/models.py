@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -59,24 +60,27 @@ def shape_of(config: transformers.PreTrainedConfig) -> ModelShape:
         return trace_shape(AutoModelForCausalLM.from_config(config))
 
 
-def counted(config: transformers.PreTrainedConfig, grid: Grid, *, checkpointing: bool) -> tuple[Case, Ledger]:
+def counted(config: transformers.PreTrainedConfig, grid: Grid, **settings: Any) -> tuple[Case, Ledger]:
     """The collectives of rank 0 of a grid in its second step, and what it trained. Tensors are real, ranks are not."""
-    case = Case(config, grid, rows=ROWS, seq=SEQ, checkpointing=checkpointing)
+    case = Case(config, grid, rows=ROWS, seq=SEQ, **settings)
     torch.manual_seed(0)
     with world(grid, 0):
         assert grid_mesh(grid, "cpu").storage_mesh is not None
         # The kernel for many experts asks for widths that tiny models do not have.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").train()
-        model, _ = parallelize(model, grid, config=AxonnConfig(grid=grid, experts=case.experts))
+        setting = AxonnConfig(grid=grid, experts=case.experts, context_attention=case.attention)
+        model, _ = parallelize(model, grid, config=setting)
         ids = torch.randint(2, config.get_text_config(decoder=True).vocab_size, (ROWS, SEQ))
         return case, train(model, case, ids, torch.ones((), dtype=torch.int64)).ledger
 
 
-def differences(config: transformers.PreTrainedConfig, shape: ModelShape, grid: Grid) -> list[str]:
+def differences(
+    config: transformers.PreTrainedConfig, shape: ModelShape, grid: Grid, attention: str = "auto"
+) -> list[str]:
     """List where the engine sends other bytes than the planner predicts."""
     lines = []
     for checkpointing in (False, True):
-        case, ledger = counted(config, grid, checkpointing=checkpointing)
+        case, ledger = counted(config, grid, checkpointing=checkpointing, attention=attention)
         sent, predicted = ledger.entries, volumes(shape, grid, case.step, layout=shape.layout(grid)).entries
         lines += [
             f"{'checkpointing, ' * checkpointing}{key.phase} {key.kind} over {'+'.join(key.axes)}: "
