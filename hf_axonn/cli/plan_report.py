@@ -225,7 +225,7 @@ def doubts(found: GridRanking) -> list[str]:
     others = [(name, entry) for name, entry in alternatives(found) if entry.grid != best.grid]
     text += [f"with {name} the first would be {sizes(entry.grid)}" for name, entry in others]
     if best.grid.context > 1:
-        text.append("none of the published runs divides the positions of sequences among ranks, as context does")
+        text.append("only one of the published runs divides the positions of sequences among ranks, as context does")
     if long := too_long(best.job.seq, best.job.shape.max_positions):
         text.append(long)
     ranks = _repeats(best)

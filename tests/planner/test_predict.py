@@ -588,12 +588,14 @@ def test_published_runs_are_predicted():
         "FSDP, beyond 8,192 tokens": 43,
         "FSDP and TP, up to 8,192 tokens": 18,
         "with pipelines": 18,
+        "with pipelines, over context": 1,
     }
     errors = {kind: statistics.mean(abs(each.error) for each in found) for kind, found in by_kind.items()}
     assert errors["FSDP, up to 8,192 tokens"] < 0.10
     assert errors["FSDP, beyond 8,192 tokens"] < 0.15
     assert errors["FSDP and TP, up to 8,192 tokens"] < 0.15
     assert errors["with pipelines"] < 0.15
+    assert errors["with pipelines, over context"] < 0.15  # a point, of which no interval is made
     # Table 1 of arXiv 2104.04473, whose micro-batches and stages are known.
     exact = [abs(each.error) for each in by_kind["with pipelines"] if each.run.source == "megatron-2021"]
     assert len(exact) == 6 and max(exact) < 0.08 and statistics.mean(exact) < 0.03

@@ -195,7 +195,7 @@ def test_the_command_divides_rows(capsys, tmp_path):
     assert (
         head.split()[:4] == ["data", "z", "y", "x"] and head.split()[4] == "context" and first.split()[5] == str(size)
     )
-    assert "none of the published runs divides the positions" in printed
+    assert "only one of the published runs divides the positions" in printed
     pasted = yaml.safe_load(printed[printed.index("axonn_config:") :])["axonn_config"]
     assert AxonnConfig.from_mapping(pasted).grid == best.grid
     assert main([*command, "--json", "--top", "1"]) == 0
