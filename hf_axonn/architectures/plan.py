@@ -202,7 +202,7 @@ def _find_towers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the encoders of images that are known, by name."""
     towers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if _type_of(module) in TOWERS and not is_inside(name, towers):
+        if name and _type_of(module) in TOWERS and not is_inside(name, towers):
             towers[name] = module
     return towers
 
@@ -213,11 +213,12 @@ def _type_of(module: nn.Module) -> str | None:
 
 def _plan_tower(name: str, tower: nn.Module) -> ShardingPlan:
     """Return the blocks of an encoder of images, which are all that is sharded in its layers."""
-    specs, plan = list(TOWERS[_type_of(tower) or ""]), ShardingPlan(decoder=name)
-    for list_name, layers in _layer_lists(tower, specs):
+    specs, plan = TOWERS[_type_of(tower) or ""], ShardingPlan(decoder=name)
+    for list_name, layers in _layer_lists(tower, list(specs)):
         for index, layer in enumerate(layers):
             plan.layers.append(f"{name}.{list_name}.{index}")
-            _plan_layer(tower, plan, plan.layers[-1], layer, specs)
+            fitting = [found for spec in specs if (found := fit(spec, layer)) is not None]
+            _plan_layer(tower, plan, plan.layers[-1], layer, fitting)
     return plan
 
 
