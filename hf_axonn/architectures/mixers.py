@@ -215,6 +215,8 @@ def _try(module: nn.Module, parts: MixerParts) -> MixerParts | str:
     try:
         with isolate(), Wide(), torch.no_grad(), _reference_functions(module):
             full, direct = trial.run(None)
+            if not trial.ends:
+                return "its code changes what its last projection returns"
             for size, last in itertools.product({counts[0], counts[-1]}, (False, True)):
                 here = Grid(x=size).place(size - 1 if last else 0)
                 expected = [trial.take(whole, parts.heads_or_channels, here) for whole in full]
@@ -234,10 +236,13 @@ class _Trial:
 
     Args:
         module: the mixer, whose parameters may have no values yet.
+
+    Attributes:
+        ends: whether the last run returned what its row layer did.
     """
 
     def __init__(self, module: nn.Module, parts: MixerParts) -> None:
-        self.module, self.parts = module, parts
+        self.module, self.parts, self.ends = module, parts, False
         generator = torch.Generator().manual_seed(1)
 
         def random(*shape: int) -> Tensor:
@@ -259,12 +264,15 @@ class _Trial:
     def run(self, here: GridPosition | None) -> tuple[list[Tensor], bool]:
         """Return what the sums and the row layer get, at a position or of the full model, and whether every projection
         got the mixer's input itself."""
-        module, parts, here = self.module, self.parts, here or Grid().place(0)
+        module, parts = self.module, self.parts
+        # Of the input a rank may have a part too, as y divides it; only projections may use it.
+        given = self.hidden if here is None else self.hidden[..., :1]
+        here = here or Grid().place(0)
         seen: list[Tensor] = []
         direct: list[bool] = []
 
         def project(name: str, hidden: Tensor) -> Tensor:
-            direct.append(hidden is self.hidden)
+            direct.append(hidden is given)
             return self.take(self.outputs[name], parts.columns[name], here)
 
         def note(output: Tensor, hidden: Tensor) -> Tensor:
@@ -289,7 +297,7 @@ class _Trial:
                 own = self.take(full, segments, here, dim)
                 owner, _, child = name.rpartition(".")
                 stack.enter_context(replaced(vars(module.get_submodule(owner)), {child: own}))
-            module.forward(self.hidden)
+            self.ends = module.forward(given) is self.hidden
         return seen, all(direct)
 
 

@@ -203,8 +203,8 @@ class Replicated:
             if parameter is not None and name not in module.__dict__:
                 value = self.plain(name)
                 values[name] = self.added[name](value) if name in self.added else value
-        for name in self.own.keys() & module._buffers.keys():
-            values[name] = self.own[name](module._buffers[name])
+        if self.own:
+            values |= {name: self.own[name](module._buffers[name]) for name in self.own if name in module._buffers}
         # An entry of __dict__ is found before nn.Module looks among its parameters.
         return replaced(module.__dict__, values)
 
