@@ -2,6 +2,7 @@
 
     Mamba 2       one projection makes z, x, B, C and dt; heads of x, groups of which share B and C
     delta net     q, k, v, a gate and two numbers a head; a head of q and k goes with several of v
+    Kimi's        the same with a decay of each feature, which is made of a narrow latent, as the gate may be
     short conv    one projection makes B, C and x; every channel by itself
     Mamba 1       one projection makes x and z; dt, B and C are made of the x of all channels, or of those of a head
 
@@ -18,6 +19,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,11 +76,11 @@ _TRIED: dict[tuple, MixerParts | str] = {}  # what trials have found out, by cla
 
 def mixer_parts(module: nn.Module) -> MixerParts | None:
     """Return the parts of a module that looks like a mixer, untried."""
-    for kind in (_mamba2, _delta_net, _short_conv, _mamba1, _mamba1_of_heads):
+    for kind in (_mamba2, _delta_net, _delta_attention, _short_conv, _mamba1, _mamba1_of_heads):
         with contextlib.suppress(AttributeError, ZeroDivisionError):
             parts = kind(module)
             if parts is not None and _explains(module, parts):
-                counts = {name: kind for name, kind in parts.attributes.items() if hasattr(module, name)}
+                counts = {name: kind for name, kind in parts.attributes.items() if hasattr(*_place(module, name))}
                 return replace(parts, attributes=counts)
     return None
 
@@ -144,6 +146,26 @@ def _delta_net(mixer: nn.Module) -> MixerParts | None:
     return MixerParts(columns, row, query, keys, counts, every | _conv("conv1d", mixer.conv1d, mixed))
 
 
+def _delta_attention(mixer: nn.Module) -> MixerParts | None:
+    if not _has(mixer, "q_proj k_proj v_proj b_proj o_proj conv1d forget_gate.A_log forget_gate.dt_bias"):
+        return None
+    heads, inner = mixer.num_heads, []
+    columns = {f"{name}_proj": ("query",) for name in "qkvb"}
+    every = _conv("conv1d", mixer.conv1d, 3 * (f"query:{mixer.head_dim}",))
+    every["forget_gate.A_log"] = (list(mixer.forget_gate.A_log.shape).index(heads), ("query",))
+    every["forget_gate.dt_bias"] = (0, ("query",))
+    for made in ("forget_gate.f", "g"):
+        if _has(mixer, f"{made}_proj"):
+            columns[f"{made}_proj"] = ("query",)
+        else:  # down to a latent, which every rank has in full, and up to its heads
+            columns[f"{made}_a_proj"] = ("all",)
+            inner.append(f"{made}_b_proj")
+            parameters = mixer.get_submodule(inner[-1]).named_parameters()
+            every |= {f"{inner[-1]}.{name}": (0, ("query",)) for name, _ in parameters}
+    counts = {"num_heads": "query", "qkv_dim": "query", "forget_gate.num_heads": "query"}
+    return MixerParts(columns, "o_proj", heads, heads, counts, every, linears=tuple(inner))
+
+
 def _short_conv(mixer: nn.Module) -> MixerParts | None:
     if not _has(mixer, "in_proj conv out_proj"):
         return None
@@ -169,7 +191,14 @@ def _mamba1_of_heads(mixer: nn.Module) -> MixerParts | None:
 
 
 def _has(module: nn.Module, names: str) -> bool:
-    return all(isinstance(getattr(module, name, None), (nn.Module, nn.Parameter)) for name in names.split())
+    places = (_place(module, name) for name in names.split())
+    return all(isinstance(getattr(owner, name, None), (nn.Module, nn.Parameter)) for owner, name in places)
+
+
+def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module inside of another that has what "a.b.c" names, and "c"."""
+    owner, _, child = name.rpartition(".")
+    return module.get_submodule(owner), child
 
 
 def _conv(name: str, conv: nn.Module, channels: tuple[str, ...]) -> dict[str, tuple[int, tuple[str, ...]]]:
@@ -284,19 +313,17 @@ class _Trial:
         stubs |= {module.get_submodule(name): functools.partial(note, self.outputs[name]) for name in parts.sums}
         if parts.norm:
             stubs[module.get_submodule(parts.norm)] = lambda hidden, gate: hidden + torch.cos(gate)
-        numbers = {
-            name: own_count(getattr(module, name), kind, self.heads(here), here)
-            for name, kind in parts.attributes.items()
-        }
-        numbers |= {"chunk_size": CHUNK} if hasattr(module, "chunk_size") else {}
+        shown: dict[str, Any] = {"chunk_size": CHUNK} if hasattr(module, "chunk_size") else {}
+        for name, kind in parts.attributes.items():
+            shown[name] = own_count(getattr(*_place(module, name)), kind, self.heads(here), here)
+        for name, full in self.tensors.items():
+            dim, segments = parts.parameters.get(name, (0, ()))
+            shown[name] = self.take(full, segments, here, dim)
         with contextlib.ExitStack() as stack:
             stack.enter_context(replace_forwards(module, stubs))
-            stack.enter_context(replaced(vars(module), numbers))
-            for name, full in self.tensors.items():
-                dim, segments = parts.parameters.get(name, (0, ()))
-                own = self.take(full, segments, here, dim)
-                owner, _, child = name.rpartition(".")
-                stack.enter_context(replaced(vars(module.get_submodule(owner)), {child: own}))
+            for name, value in shown.items():
+                owner, child = _place(module, name)
+                stack.enter_context(replaced(vars(owner), {child: value}))
             self.ends = module.forward(given) is self.hidden
         return seen, all(direct)
 

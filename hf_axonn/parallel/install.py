@@ -176,7 +176,7 @@ def _install_heads(state: ShardedModel, attention: nn.Module, heads: Heads, bloc
         attention.num_key_value_groups = query // kv
     for name, kind in block.attributes.items():
         owner, _, attribute = name.rpartition(".")
-        if owner:
+        if owner and not isinstance(getattr(attention, owner), nn.Module):
             # The config belongs to the full model.
             setattr(attention, owner, copy.copy(getattr(attention, owner)))
         target = getattr(attention, owner) if owner else attention

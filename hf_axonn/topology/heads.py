@@ -6,6 +6,7 @@ weight, or gate and up. In each segment a rank works on
     query    the features of its own query heads
     kv       those of the kv heads that its query heads read
     own      its share of features that belong to no head
+    all      all of them
 
 Heads of all segments are of one width, which follows from N; or each segment says its own, as in "query:64".
 
@@ -113,14 +114,14 @@ def feature_ranges(size: int, segments: Sequence[str], heads: Heads | None, plac
 
     Args:
         size: N.
-        segments: "query", "kv" or "own" for each part, with the width of a head where those of the parts differ.
+        segments: "query", "kv", "own" or "all" for each part, with the width of a head where parts differ in it.
         heads: None where the features belong to no head; then they are divided over (x, y).
         place: whose.
     Raises:
         ValueError: the heads do not explain N.
     """
     kinds, widths = _kinds_and_widths(tuple(segments))
-    units = [1 if heads is None or kind == "own" else getattr(heads, kind) for kind in kinds]
+    units = [1 if heads is None or kind in ("own", "all") else getattr(heads, kind) for kind in kinds]
     if not all(widths):
         widths = [size // sum(units)] * len(units)
         how = "one width"
@@ -131,7 +132,9 @@ def feature_ranges(size: int, segments: Sequence[str], heads: Heads | None, plac
     axes = ("x", "y") if heads is None else heads.axes
     found, start = [], 0
     for kind, unit, width in zip(kinds, units, widths, strict=True):
-        if kind == "kv" and heads is not None and heads.replicate_kv:
+        if kind == "all":
+            found.append(FeatureRange((range(start, start + width),), width))
+        elif kind == "kv" and heads is not None and heads.replicate_kv:
             starts = [start + head * width for head in heads.kv_read(place)]
             found.append(FeatureRange(tuple(range(first, first + width) for first in starts), len(starts) * width))
         else:
@@ -156,6 +159,8 @@ def _kinds_and_widths(segments: tuple[str, ...]) -> tuple[list[str], list[int]]:
 
 def is_own_slice(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> bool:
     """Return whether the features that a rank works on are those that the product leaves there."""
+    if segments[0].startswith("all") and place.size("x", "y") > 1:
+        return False
     return len(segments) == 1 and not (segments[0].startswith("kv") and heads is not None and heads.replicate_kv)
 
 

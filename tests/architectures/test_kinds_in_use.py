@@ -34,7 +34,7 @@ KINDS = (
     "gemma4_text", "gemma3n_text", "mimo_v2_flash", "bitnet", "nemotron_h", "longcat_flash", "zamba2", "deepseek_v32",
 )  # fmt: skip
 OTHERS = ("bart", "phi4_multimodal", "moshi", "fuyu", "recurrent_gemma", "dbrx", "zamba", "gemma4")
-MIXERS = ("qwen3_5", "falcon_h1", "lfm2_moe", "mamba", "jamba", "mamba2")
+MIXERS = ("kimi_linear", "qwen3_5", "falcon_h1", "lfm2_moe", "mamba", "jamba", "mamba2")
 
 
 def gradients_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -58,7 +58,7 @@ def adapted(kind: str) -> nn.Module:
     model = tiny_model(kind)
     blocks = plan_for(model).blocks
     names = [name for block in blocks for name in (*block.columns, block.row)]
-    names += [f"{block.entry}.{name}" for block in blocks if block.mixer for name in block.mixer.sums]
+    names += [f"{block.entry}.{name}" for block in blocks if block.mixer for name in block.mixer.linears]
     names = [name for name in names if kind not in NOT_IN_PEFT or not name.endswith("out_proj")]
     model = get_peft_model(model, LoraConfig(r=3, target_modules=names, init_lora_weights=False))
     generator = torch.Generator().manual_seed(4)

@@ -26,7 +26,7 @@ from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
 from hf_axonn.engine.activation_layouts import pad_dim
 from hf_axonn.engine.dtensors import replicated_local, scale_gradient
 from hf_axonn.engine.state import ParallelState
-from hf_axonn.layers.base import patch_forward, take_slice
+from hf_axonn.layers.base import Replicated, patch_forward, take_slice
 from hf_axonn.layers.block import ColumnParallel, RowParallel
 from hf_axonn.layers.latent_attention import LatentColumnParallel
 from hf_axonn.layers.mixer import ChannelSum
@@ -71,6 +71,17 @@ class ColumnOutput(OwnOutput):
         return self.exchange.take(full, dim=0)
 
 
+class InnerOutput(OwnOutput):
+    """The output of a Linear between the projections of a mixer: the features of this rank's heads."""
+
+    def __init__(self, state: ParallelState, linear: nn.Module, layer: Replicated) -> None:
+        super().__init__(state, linear, layer.partial_axes)
+        self.layer = layer
+
+    def take(self, full: Tensor) -> Tensor:
+        return self.layer.own["weight"](full)
+
+
 class RowOutput(OwnOutput):
     """The output of a row layer: all features of this rank's tokens, or some in the feature layout."""
 
@@ -95,6 +106,8 @@ def output_of(state: ParallelState, linear: nn.Module, axes: tuple[str, ...]) ->
     layer = state.sharded_layers.get(linear)
     if isinstance(layer, ColumnParallel):
         return ColumnOutput(state, linear, layer)
+    if isinstance(layer, Replicated) and "weight" in layer.own and not isinstance(layer, ChannelSum):
+        return InnerOutput(state, linear, layer)
     return RowOutput(state, linear, layer) if isinstance(layer, RowParallel) else OwnOutput(state, linear, axes)
 
 
