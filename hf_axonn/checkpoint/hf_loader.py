@@ -52,11 +52,12 @@ def distribute_when_built(
     from transformers import PreTrainedModel, core_model_loading
     from transformers.distributed import mixin
     from transformers.distributed.configuration_utils import DistributedConfig
-    from transformers.utils.import_utils import is_bitsandbytes_available
 
     def distribute_model(model: PreTrainedModel, distributed_config: object, mesh_manager: None) -> PreTrainedModel:
         vars(model.config).pop("distributed_config", None)  # else it would be saved in config.json
         distribute(model)
+        if any(map(is_stored_in_bytes, model.parameters())):  # else bitsandbytes would be imported, for a second
+            replaced.enter_context(replace_attributes(loading_hooks(part_of, device)))
         return model
 
     missing: set[str] = set()
@@ -67,7 +68,7 @@ def distribute_when_built(
         missing.update(info.missing_keys)
         return info
 
-    with ThreadPoolExecutor(READERS) as readers:
+    with ThreadPoolExecutor(READERS) as readers, contextlib.ExitStack() as replaced:
         attributes = {
             (mixin, "_load_model_checkpoint_distributed"): read_shards,
             (PreTrainedModel, "prepare_distribute_model"): staticmethod(
@@ -83,10 +84,8 @@ def distribute_when_built(
                 _set_part, core_model_loading.set_param_for_module, part_of, device, readers
             ),
         }
-        if is_bitsandbytes_available():
-            attributes |= loading_hooks(part_of, device)
-        with replace_attributes(attributes):
-            yield {"distributed_config": DistributedConfig()}, missing
+        replaced.enter_context(replace_attributes(attributes))
+        yield {"distributed_config": DistributedConfig()}, missing
 
 
 def fill(model: PreTrainedModel, stored: dict[str, Any], part_of: Callable[[DTensor], Region]) -> set[str]:

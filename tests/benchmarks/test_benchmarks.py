@@ -12,9 +12,6 @@ from tests.benchmarks.peers import contenders, peers, ranks, report
 from tests.helpers import ROOT
 
 
-OTHERS = ("plain", "floor tokens", "floor width", "DDP", "FSDP2", "native TP")
-
-
 def run(*command, **options):
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=400, cwd=ROOT, **options)
 
@@ -29,7 +26,7 @@ def test_all_contenders_train_the_same_model(tmp_path):
     names = [line.split("|")[1].strip() for line in report.read_text().splitlines() if line.startswith("| ")]
     grids = ["data=2", "z=2", "y=2", "x=2"]
     traffic = names.index("contender", 1)
-    assert sorted(names[1:traffic]) == sorted([*OTHERS, *grids])
+    assert sorted(names[1:traffic]) == sorted(["plain", *contenders.FLOORS, *contenders.PEERS, *grids])
     assert sorted(names[traffic + 1 :]) == sorted(grids)
     assert "at most the allowed" in report.read_text()
 

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors
@@ -28,6 +29,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.utils import logging
 
 from hf_axonn import Grid, from_pretrained, load_sharded, save_sharded
+from hf_axonn.checkpoint import hf_loader
 from hf_axonn.checkpoint import lazy_tensors as unread
 from hf_axonn.checkpoint.coverage import Coverage
 from hf_axonn.checkpoint.shard_files import file_name
@@ -212,8 +214,10 @@ def _hooks() -> dict[str, object]:
 
 def _plain_afterwards(folder: Path) -> None:
     before = _hooks()
-    from_pretrained(folder / "qwen3", grid=Grid(x=2))
+    with mock.patch.object(hf_loader, "loading_hooks") as of_four_bits:
+        from_pretrained(folder / "qwen3", grid=Grid(x=2))
     assert _hooks() == before
+    assert not of_four_bits.called, "bitsandbytes is imported for a model without 4 bits"
     with pytest.raises(OSError, match="nowhere"):
         from_pretrained(folder / "nowhere", grid=Grid(x=2))
     assert _hooks() == before
