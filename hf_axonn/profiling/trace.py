@@ -85,7 +85,7 @@ def trace_shape(model: PreTrainedModel) -> ModelShape:
         loose=bool(plan.reason),
         outside=finder.outside(probe.outside),
         idle=tuple(finder.idle),
-        notes=tuple(_notes(model, plan, alone)),
+        notes=tuple(_notes(model, plan, kinds, alone)),
     )
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if shape.parameters() != count:
@@ -108,13 +108,22 @@ def _alone(model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind]) -
     }
 
 
-def _notes(model: nn.Module, plan: ShardingPlan, alone: set[str]) -> Iterator[str]:
+def _notes(model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind], alone: set[str]) -> Iterator[str]:
     """Yield notes on what a plan only estimates of a model, or leaves out."""
     names = {module: name for name, module in model.named_modules()}
     read = sorted({names[linear].rpartition(".")[2] for reader in find_readers(model)[0] for linear in reader.read})
     read = [name for name in read if any(path.endswith(f".{name}") for path in alone)]
     if read:
         yield f"its code reads the weights of {', '.join(read)}: the plan leaves out that they are gathered for it"
+    frozen = [
+        name
+        for module, name in names.items()
+        if isinstance(module, nn.Embedding)
+        and not module.weight.requires_grad
+        and kinds.get(id(module.weight)) == WeightKind.GATHERED
+    ]
+    if frozen:
+        yield f"its frozen tables ({', '.join(frozen)}) are gathered in each pass: the plan leaves that out"
     if plan.reason:
         yield (
             "it is sharded Linear by Linear, with full activations on every rank of (x, y): the plan counts them, but "
@@ -127,9 +136,9 @@ def _notes(model: nn.Module, plan: ShardingPlan, alone: set[str]) -> Iterator[st
             "to read and write the results of those"
         )
     if plan.full_sequence:
-        kinds = sorted({name.rpartition(".")[2] for name in plan.full_sequence})
+        modules = sorted({name.rpartition(".")[2] for name in plan.full_sequence})
         yield (
-            f"modules that need full sequences ({', '.join(kinds)}) are estimated by their Linears: the plan takes "
+            f"modules that need full sequences ({', '.join(modules)}) are estimated by their Linears: the plan takes "
             "the rest of their code to read and write the results of those and to send nothing"
         )
 

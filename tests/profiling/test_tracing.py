@@ -14,6 +14,7 @@ from hf_axonn.cli.main import main
 from hf_axonn.planner.dense import FAMILIES, shape_from_config
 from hf_axonn.planner.shapes import BlockShape, ExpertsShape, LinearShape, UnshardedModule
 from hf_axonn.profiling.read_shape import build_shape, read_shape, shape_of
+from tests.benchmarks.architectures import tiny_configs as tiny_types
 from tests.helpers.models import tiny_config
 
 
@@ -103,6 +104,11 @@ def test_what_needs_whole_sequences_is_noted():
     loose = build_shape(AutoConfig.for_model("unlisted", **SIZES).to_dict())
     assert loose.loose and len(loose.notes) == 1 and loose.notes[0].startswith("it is sharded Linear by Linear")
     assert {type(part) for layer, _ in loose.runs for part in layer.parts} == {UnshardedModule}
+
+
+def test_a_frozen_table_that_is_gathered_is_noted():
+    (note,) = build_shape(tiny_types.tiny_config("roformer").to_dict()).notes
+    assert note.startswith("its frozen tables (roformer.encoder.embed_positions) are gathered in each pass")
 
 
 def test_what_a_shape_cannot_describe_is_refused(tmp_path, capsys):
