@@ -160,5 +160,5 @@ def test_every_kind_of_4_bits_on_every_grid():
         case("small bundles", double=True, config=functools.partial(keeping, prefetch=1), **WIDE),
     ]
     table = run_ranks(_every, 4, cases, timeout=900)[0]
-    assert len(table) == len(cases) * 10 + 9
+    assert len(table) == len(cases) * 11 + 9
     assert not too_large(table, 1e-10)
