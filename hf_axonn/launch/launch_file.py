@@ -77,11 +77,13 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     """
     _refuse(settings, options)
     num_processes, num_machines = _processes(settings, options)
-    section, planned, upstream = settings[SECTION], [], []
+    section = settings[SECTION]
+    notes: list[str] = []
     precision = _precision(settings, options)
     if isinstance(section, Mapping):
-        section, upstream = _join_parallelism_config(section, settings, options)
+        section, notes = _join_parallelism_config(section, settings, options)
         section, planned = resolve_auto(section, num_processes, mixed_precision=precision, read=read_shape)
+        notes += planned
     config = AxonnConfig.from_mapping(section, num_processes=num_processes)
     if config.residual_dtype == "bfloat16" and precision != "bf16":
         raise ValueError(
@@ -97,8 +99,8 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
         kept.setdefault("main_process_port", 0)
 
     kind = _distributed_type(settings, options, num_processes)
-    use_cpu, notes = _use_cpu(settings, options, kind, num_processes)
-    notes = upstream + planned + notes
+    use_cpu, more = _use_cpu(settings, options, kind, num_processes)
+    notes += more
     if use_cpu and precision == "fp16":
         raise ValueError("mixed_precision is 'fp16', which accelerate ignores on CPUs: write bf16, or 'no'.")
     environment = {VARIABLE: config.to_json()}

@@ -56,7 +56,5 @@ def config_of_distributed(given: Any, grid: Grid | None, config: AxonnConfig | N
             )
     if meant is None:
         return config
-    moved = {"experts": "move"} if experts > 1 else {}
-    if config is None:
-        return AxonnConfig(grid=meant, **moved)
-    return dataclasses.replace(config, grid=meant, **moved)
+    config = config or AxonnConfig(grid=meant)
+    return dataclasses.replace(config, experts="move" if experts > 1 else config.experts)

@@ -42,7 +42,7 @@ def install_documents(model: nn.Module, grid: Grid) -> None:
     patch_forward(model, forward)
 
 
-def count_mask_bytes(model: nn.Module, rows: int, length: int) -> int:
+def count_mask_bytes(model: Any, rows: int, length: int) -> int:
     """Return the bytes of the masks that packed rows need, [rows, 1, length, length] for each kind of attention among
     the layers: bools for sdpa, numbers of the weights' dtype for eager attention. 0 for implementations without."""
     config = text_config(model)
