@@ -35,6 +35,9 @@ from hf_axonn.topology.grid import Grid, GridPosition, divisors
 from hf_axonn.topology.heads import Heads, feature_ranges, own_count
 
 
+Parts = dict[str, tuple[int, tuple[str, ...]]]  # name -> dim, and what it consists of (topology/heads.py)
+
+
 @dataclass(frozen=True)
 class MixerParts:
     """The parts of a mixer; names are relative to it.
@@ -56,7 +59,7 @@ class MixerParts:
     query: int = 0
     kv: int = 0
     attributes: dict[str, str] = field(default_factory=dict)
-    parameters: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    parameters: Parts = field(default_factory=dict)
     linears: tuple[str, ...] = ()
     sums: tuple[str, ...] = ()
     norm: str = ""
@@ -101,14 +104,14 @@ def divide_mixer(module: nn.Module) -> MixerParts | str:
     return _TRIED[look]
 
 
-def _mamba2(mixer: nn.Module) -> MixerParts | None:
+def _mamba2(mixer: Any) -> MixerParts | None:
     if not _has(mixer, "in_proj conv1d out_proj A_log D dt_bias"):
         return None
     heads, groups = mixer.num_heads, mixer.n_groups
     inner, channels = linear_size(mixer.out_proj)[1], len(mixer.conv1d.weight)
     width, state = inner // heads, (channels - inner) // (2 * groups)
     mixed = (f"query:{width}", f"kv:{state}", f"kv:{state}")
-    every = {name: (0, ("query",)) for name in ("A_log", "D", "dt_bias")}
+    every: Parts = {name: (0, ("query",)) for name in ("A_log", "D", "dt_bias")}
     if "mup_vector" in mixer._buffers:
         every["mup_vector"] = (2, (f"query:{width}", *mixed, "query:1"))
     counts = {"num_heads": "query", "intermediate_size": "query", "n_groups": "kv", "conv_dim": ",".join(mixed)}
@@ -123,7 +126,7 @@ def _mamba2(mixer: nn.Module) -> MixerParts | None:
     )
 
 
-def _delta_net(mixer: nn.Module) -> MixerParts | None:
+def _delta_net(mixer: Any) -> MixerParts | None:
     if not _has(mixer, "conv1d A_log dt_bias"):
         return None
     values, keys, of_key, of_value = mixer.num_v_heads, mixer.num_k_heads, mixer.head_k_dim, mixer.head_v_dim
@@ -142,15 +145,15 @@ def _delta_net(mixer: nn.Module) -> MixerParts | None:
     else:
         return None
     counts = {"num_v_heads": "query", "value_dim": "query", "num_k_heads": "kv", "key_dim": "kv"}
-    every = {name: (0, ("query",)) for name in ("A_log", "dt_bias")}
+    every: Parts = {name: (0, ("query",)) for name in ("A_log", "dt_bias")}
     return MixerParts(columns, row, query, keys, counts, every | _conv("conv1d", mixer.conv1d, mixed))
 
 
-def _delta_attention(mixer: nn.Module) -> MixerParts | None:
+def _delta_attention(mixer: Any) -> MixerParts | None:
     if not _has(mixer, "q_proj k_proj v_proj b_proj o_proj conv1d forget_gate.A_log forget_gate.dt_bias"):
         return None
     heads, inner = mixer.num_heads, []
-    columns = {f"{name}_proj": ("query",) for name in "qkvb"}
+    columns: dict[str, tuple[str, ...]] = {f"{name}_proj": ("query",) for name in "qkvb"}
     every = _conv("conv1d", mixer.conv1d, 3 * (f"query:{mixer.head_dim}",))
     every["forget_gate.A_log"] = (list(mixer.forget_gate.A_log.shape).index(heads), ("query",))
     every["forget_gate.dt_bias"] = (0, ("query",))
@@ -166,27 +169,28 @@ def _delta_attention(mixer: nn.Module) -> MixerParts | None:
     return MixerParts(columns, "o_proj", heads, heads, counts, every, linears=tuple(inner))
 
 
-def _short_conv(mixer: nn.Module) -> MixerParts | None:
+def _short_conv(mixer: Any) -> MixerParts | None:
     if not _has(mixer, "in_proj conv out_proj"):
         return None
     return MixerParts({"in_proj": ("own", "own", "own")}, "out_proj", parameters=_conv("conv", mixer.conv, ("own",)))
 
 
-def _mamba1(mixer: nn.Module) -> MixerParts | None:
+def _mamba1(mixer: Any) -> MixerParts | None:
     if not _has(mixer, "in_proj conv1d x_proj dt_proj out_proj A_log D") or mixer.x_proj.bias is not None:
         return None
-    every = {name: (0, ("own",)) for name in ("A_log", "D", "dt_proj.weight", "dt_proj.bias")}
+    every: Parts = {name: (0, ("own",)) for name in ("A_log", "D", "dt_proj.weight", "dt_proj.bias")}
     every |= {"x_proj.weight": (1, ("own",))} | _conv("conv1d", mixer.conv1d, ("own",))
-    columns, inner = {"in_proj": ("own", "own")}, ("x_proj", "dt_proj")
-    return MixerParts(columns, "out_proj", parameters=every, linears=inner, sums=("x_proj",))
+    inner = ("x_proj", "dt_proj")
+    return MixerParts({"in_proj": ("own", "own")}, "out_proj", parameters=every, linears=inner, sums=("x_proj",))
 
 
-def _mamba1_of_heads(mixer: nn.Module) -> MixerParts | None:
+def _mamba1_of_heads(mixer: Any) -> MixerParts | None:
     own = "x_proj_weight dt_proj_weight dt_proj_bias A_log D"
     if not _has(mixer, f"in_proj conv1d out_proj {own}"):
         return None
     heads = mixer.n_mamba_heads
-    every = {name: (0, ("query",)) for name in own.split()} | _conv("conv1d", mixer.conv1d, ("query",))
+    every: Parts = {name: (0, ("query",)) for name in own.split()}
+    every |= _conv("conv1d", mixer.conv1d, ("query",))
     return MixerParts({"in_proj": ("query",)}, "out_proj", heads, heads, {"n_mamba_heads": "query"}, every)
 
 
@@ -201,7 +205,7 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(owner), child
 
 
-def _conv(name: str, conv: nn.Module, channels: tuple[str, ...]) -> dict[str, tuple[int, tuple[str, ...]]]:
+def _conv(name: str, conv: nn.Module, channels: tuple[str, ...]) -> Parts:
     """The parameters of a convolution of each channel along the row."""
     if not isinstance(conv, nn.Conv1d) or conv.groups != conv.in_channels or conv.groups != conv.out_channels:
         raise AttributeError("it mixes channels")
@@ -211,8 +215,9 @@ def _conv(name: str, conv: nn.Module, channels: tuple[str, ...]) -> dict[str, tu
 def _explains(module: nn.Module, parts: MixerParts) -> bool:
     """Return whether the sizes of a kind explain the shapes of a module, which has no other Linears."""
     linears = {name: each for name, each in module.named_modules() if is_linear(each)}
-    whole = any(is_four_bit(linears.get(name)) for name in parts.linears)  # whose weights cannot be taken apart
-    if linears.keys() != {*parts.columns, parts.row, *parts.linears} or whole:
+    if linears.keys() != {*parts.columns, parts.row, *parts.linears}:
+        return False
+    if any(is_four_bit(linears[name]) for name in parts.linears):  # whose weights cannot be taken apart
         return False
     if linear_size(linears[parts.row])[1] % max(parts.query, 1) or parts.query % max(parts.kv, 1):
         return False

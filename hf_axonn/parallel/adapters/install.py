@@ -145,8 +145,8 @@ def _lora(state: ShardedModel, names: dict, name: str, layer: nn.Module, base: n
         dropped = install_pair(state, base, output, a, b)
         if dropped is None:
             dropped = axes
-            Replicated(state, a, axes)
-            Replicated(state, b, axes, own=dict.fromkeys(b._parameters, output.take))
+            for part, own in ((a, {}), (b, dict.fromkeys(("weight", "bias"), output.take))):
+                Replicated(state, part, axes, own=own)
             for hook in base._forward_hooks.values():  # latent attention's
                 b.register_forward_hook(hook)
             if isinstance(state.sharded_layers.get(base), Head):

@@ -177,8 +177,8 @@ class RowLora:
         return F.linear(down, self.output.parameter(self.b.weight), bias)
 
 
-class ChannelLora:
-    """A and B of a Linear of all channels inside of a mixer. Collectives: all-reduce of [T, r] over (x, y), twice."""
+class ChannelLora(ColumnLora):
+    """A and B of a mixer's Linear of all channels. Collectives: all-reduce of [T, r] over (x, y), both ways."""
 
     def __init__(self, state: ParallelState, layer: ChannelSum, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
         self.state, self.layer, self.output = state, layer, output
@@ -189,10 +189,6 @@ class ChannelLora:
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
         own = self.layer.own["weight"](replicated_local(self.a.weight, self.state.mesh, ("x", "y")))
         return self.layer.add_up(F.linear(hidden, own))
-
-    def _up(self, _original: Callable, down: Tensor) -> Tensor:
-        bias = None if self.b.bias is None else self.output.parameter(self.b.bias)
-        return F.linear(down, self.output.parameter(self.b.weight), bias)
 
 
 class HeadLora:
