@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import accelerate.utils.imports
 import hypothesis
 import pytest
+import torch
 
 from tests.helpers import devices
 
@@ -29,6 +30,12 @@ hypothesis.settings.load_profile("tests")
 
 # Every Accelerator and data loader asks which packages there are, and each time their metadata would be parsed.
 accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
+
+
+# For a device that this build of torch does not have, each `torch.manual_seed` would note the whole stack, as text.
+for _device in (torch.cuda, torch.xpu, torch.mtia):
+    if not _device._is_compiled():
+        _device.manual_seed_all = lambda seed: None
 
 
 # Packages that the extra `test` has beyond `test-gpu`, and the files that import them; `make rehearsal` runs without.
