@@ -146,7 +146,12 @@ def message(output: str) -> str:
 @pytest.mark.parametrize(
     ("how", "failing", "said"),
     [
-        ("memory", [3], r"rank 3 .* raised in step 3: OutOfMemoryError: CUDA out of memory. Tried to allocate 20"),
+        pytest.param(  # raised by a stage below, and by two ranks in the next
+            "memory",
+            [3],
+            r"rank 3 .* raised in step 3: OutOfMemoryError: CUDA out of memory. Tried to allocate 20",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(  # raised as the one above, and by a stage below
             "nan",
             [0],

@@ -193,7 +193,7 @@ def _counted(folder: Path, grid: Grid) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-@pytest.mark.parametrize("grid", [Grid(z=2, x=2), Grid(data=2, y=2)], ids=str)
+@pytest.mark.parametrize("grid", [Grid(z=2, x=2), pytest.param(Grid(data=2, y=2), marks=pytest.mark.slow)], ids=str)
 def test_the_simulation_of_a_load_counts_what_a_load_reads(tmp_path, grid):
     sizes = {"hidden_size": 72, "intermediate_size": 90, "num_hidden_layers": 3, "vocab_size": 131}
     generate(tmp_path / "model", LlamaConfig(**sizes, **HEADS | {"num_attention_heads": 4}), file_bytes=20_000)

@@ -130,7 +130,7 @@ def in_chunks(monkeypatch):
     monkeypatch.setattr(attention_chunks, "checkpoint", again)
 
 
-@pytest.mark.parametrize("way", ["heads", "keys"])
+@pytest.mark.parametrize("way", [pytest.param("heads", marks=pytest.mark.slow), "keys"])
 def test_chunks_of_queries(monkeypatch, way):
     """Chunks have a mask of documents for sdpa, windows and soft caps, sinks, and two kinds of checkpoints."""
     in_chunks(monkeypatch)
