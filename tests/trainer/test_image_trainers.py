@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from PIL import Image
 from transformers import Trainer, TrainingArguments
 
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid
@@ -101,9 +100,10 @@ def model_and_processor(folder: Path):
 
 def conversations(rows: int) -> list[dict]:
     """Questions with no picture, one or two."""
+    pictures = pytest.importorskip("PIL.Image", reason="pillow makes the pictures")
     found = []
     for row in range(rows):
-        shown = [Image.new("RGB", (9 + row, 7), (5 * row, 90, 200 - 5 * row))] * (row % 3)
+        shown = [pictures.new("RGB", (9 + row, 7), (5 * row, 90, 200 - 5 * row))] * (row % 3)
         asked = {"role": "user", "content": "abc"[: 1 + row % 3]}
         found.append({"images": shown, "messages": [asked, {"role": "assistant", "content": "defab"[row % 4 :]}]})
     return found
