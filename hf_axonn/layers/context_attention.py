@@ -62,7 +62,8 @@ class ContextAttention:
 
     Raises:
         ValueError: of a call: with heads, those of this rank are not divisible by context; with keys, the attention
-            implementation is not known; or there is a bias for positions, which is not divided.
+            implementation is not known, or keys that should be of whole rows are not; or there is a bias for
+            positions, which is not divided.
     """
 
     def __init__(self, state: ParallelState, *, expands: bool = False) -> None:
@@ -144,6 +145,11 @@ def _attend_with_keys(
     *,
     whole: bool,
 ) -> Tensor:
+    if whole and key.shape[2] != rows.length:
+        raise ValueError(
+            f"{type(module).__name__} attends to {key.shape[2]} keys, and not to those of all {rows.length} positions "
+            "that its expand_kv makes of gathered latents: write context_attention: heads, or use x and y."
+        )
     masks = _mask_of(rows, module, (query, key, value), mask, options)
     if isinstance(masks, CausalMask) and is_stock_sdpa(function, options):
         call: Call = functools.partial(attend_causally, options.get("dropout") or 0.0, options.get("scaling"))

@@ -153,7 +153,8 @@ def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan, c
     for block in plan.blocks:
         if block.entry in choice.latents:
             attention = model.get_submodule(block.entry)
-            state.sharded_layers[model.get_submodule(block.columns[-1])].gather_rows(attention)
+            column: Any = state.sharded_layers[model.get_submodule(block.columns[-1])]
+            column.gather_rows(attention)
             route_attention(attention, ContextAttention(state, expands=True))
     along = [block.entry for block in plan.blocks if block.is_attention or block.mixer]
     for name in (*(name for name in along if name not in choice.latents), *plan.full_sequence):

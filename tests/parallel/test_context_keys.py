@@ -200,6 +200,18 @@ def test_what_mixes_positions_is_not_made_of_latents(monkeypatch):
     assert not latent_features(attention, attention.kv_b_proj)
 
 
+def without_expansion():
+    model, _ = parallelize(V3().train(), TWO[0], config=config_of(TWO[0]))
+    del model.model.layers[0].self_attn.expand_kv  # which gathers latents
+    return refused(model, **tiny_batch(2, 8))
+
+
+@pytest.mark.slow
+def test_keys_of_own_positions_are_not_taken_for_those_of_whole_rows():
+    for message in run_ranks(without_expansion, 2):
+        assert "attends to 4 keys, and not to those of all 8 positions" in message
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [TWO[0], *FOUR], ids=str)
 def test_latents_of_every_kind(grid):
