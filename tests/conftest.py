@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import importlib.util
@@ -56,6 +57,19 @@ def device() -> Iterator[devices.Devices]:
     """CPUs, or with HF_AXONN_TEST_DEVICE=cuda GPUs: `run_ranks` starts its ranks there, and models lie there."""
     with devices.used(devices.chosen()) as found:
         yield found
+
+
+@pytest.fixture(params=["auto", pytest.param("keys", marks=pytest.mark.slow)])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each way in which attention sees whole rows over context, whatever the test configures."""
+    import hf_axonn.parallel.parallelize as decisions
+
+    def choose_rows(model, plan, config):
+        return choose(model, plan, dataclasses.replace(config, context_attention=request.param))
+
+    choose = decisions.choose_rows
+    monkeypatch.setattr(decisions, "choose_rows", choose_rows)
+    return request.param
 
 
 # Files of few and long tests. Begun last, the longest would run alone while the other workers have nothing to do.

@@ -247,6 +247,7 @@ def _bare(truths: dict[str, dict[str, torch.Tensor]]) -> None:
             assert worst < 1e-10, (grid, mode, worst)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_averaged_without_accelerates_backward(ranks):
     run_ranks(_bare, ranks, {mode: bare_loop(None, mode) for mode in MODES})

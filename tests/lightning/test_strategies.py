@@ -191,12 +191,18 @@ def on_one_process(folder: Path, truth: dict[str, Any]) -> None:
     [
         (Grid(z=2, x=2), Grid(data=2, x=2)),
         (Grid(data=2, y=2), Grid(z=2, x=2)),
-        (Grid(z=4, context=2), Grid(z=2, x=2, context=2)),
     ],
     ids=str,
 )
 def test_four_ranks_train_and_resume_as_one_process(first, second, tmp_path, truth):
     run_ranks(train_and_resume, 4, first, second, tmp_path, truth)
+    on_one_process(tmp_path, truth)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("way")
+def test_rows_that_are_cut_train_and_resume_as_one_process(tmp_path, truth):
+    run_ranks(train_and_resume, 4, Grid(z=4, context=2), Grid(z=2, x=2, context=2), tmp_path, truth)
     on_one_process(tmp_path, truth)
 
 

@@ -143,6 +143,7 @@ def test_two_ranks_equal_one_process(folder, truths):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("way")
 def test_rows_that_are_cut_equal_one_process(folder, truths):
     cases = [case for case, options in CASES.items() if options["make"] in (make_dpo, make_kto)]
     check(folder, truths, [(Grid(z=2, context=2), case) for case in cases])

@@ -55,6 +55,7 @@ def test_goldfish_training_logs_what_one_process_logs(runs):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("way")
 def test_goldfish_training_on_more_grids(truth, tmp_path):
     run_ranks(_train_all, 4, tmp_path, truth[1], MORE)
     check_plain_transformers_reads(tmp_path, truth[0], MORE)
@@ -81,6 +82,7 @@ def _resume_all(folder: Path, plain: Path, truth: list[dict]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("way")
 def test_a_broken_run_resumes_with_another_context(runs, truth):
     run_ranks(_resume, 4, runs, Grid(z=4, context=4), runs / "1" / "checkpoint-2", truth[1])
 

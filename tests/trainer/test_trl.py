@@ -164,6 +164,7 @@ def test_documents_of_rows_that_are_cut_equal_one_process(tmp_path, truths):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("grid", [Grid(z=2, context=2), Grid(z=4, context=2), Grid(z=2, x=2, context=2)], ids=str)
 def test_every_mode_over_context_equals_one_process(tmp_path, truths, grid):
     check(tmp_path, truths, [(grid, case) for case in CASES])

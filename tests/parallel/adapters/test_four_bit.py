@@ -140,6 +140,15 @@ def keeping(grid, **options):
     return AxonnConfig(grid=grid, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("way")
+def test_4_bits_of_rows_that_are_cut():
+    """The double quantization of QLoRA, and a checkpointed model."""
+    checkpointing = case("checkpointing", before=functools.partial(checkpointed, reentrant=False), **WIDE)
+    table = run_ranks(compare, 2, [case("double", double=True, **WIDE), checkpointing], [Grid(z=2, context=2)])[0]
+    assert len(table) == 2 and not too_large(table, 1e-10)
+
+
 def _every(cases):
     return compare(cases, [*all_grids(4), Grid(z=4, context=2)]) | _after(cases[:3], GRIDS)
 

@@ -81,6 +81,7 @@ def _of_cut_rows(cases, after):
     return compare(cases, [Grid(z=2, context=2)])
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
 def test_adapters_of_rows_that_are_cut(every):
     cases = [case for case in SITUATIONS if case.name in OF_CUT_ROWS or every and "block plan" not in case.name]
