@@ -51,8 +51,8 @@ def _called_after(forward, experts: str) -> tuple[tuple[str, bool], ...]:
             elif child and of_experts and value in (of_mixture, of_experts) and not (node.args[1:] or node.keywords):
                 found[child] = value is of_mixture
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
-            copies = isinstance(node.value, ast.Name) and not isinstance(node, ast.AugAssign)
-            same = values.get(node.value.id) if copies else None
+            given = None if isinstance(node, ast.AugAssign) else node.value
+            same = values.get(given.id) if isinstance(given, ast.Name) else None
             names = (name for name in ast.walk(node) if isinstance(name, ast.Name))
             values |= {name.id: same or object() for name in names if isinstance(name.ctx, ast.Store)}
     return tuple(found.items())

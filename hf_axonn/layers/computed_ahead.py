@@ -39,11 +39,13 @@ class ComputedAhead:
             hidden: the input of the experts.
         """
         for name, call in self._calls.items():
-            call.run(self._input if self._inputs[name] else hidden)
+            given = self._input if self._inputs[name] else hidden
+            assert given is not None  # inside of the mixture
+            call.run(given)
 
     def _forward(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         self._input, *_ = split_hidden_states(args, kwargs)
-        self._calls = {name: _Call(self._mixture._modules[name]) for name in self._inputs}
+        self._calls = {name: _Call(self._mixture.get_submodule(name)) for name in self._inputs}
         try:
             # An entry of __dict__ is found before nn.Module looks among its modules.
             with replaced(self._mixture.__dict__, self._calls):

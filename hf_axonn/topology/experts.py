@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import comb
 from typing import NamedTuple
@@ -101,7 +101,7 @@ class WaysSent(NamedTuple):
 
 
 def bytes_sent(
-    layers: Iterable[tuple[int, Iterable[tuple[int, int]]]], chosen: int, hidden: int, grid: Grid
+    layers: Iterable[tuple[int, Iterable[Sequence[int]]]], chosen: int, hidden: int, grid: Grid
 ) -> WaysSent:
     """Return the bytes that rank 0 sends, forward and backward without recomputation, of a model cut by blocks.
 
