@@ -150,7 +150,9 @@ class GatedNorm:
     def __init__(self, state: ParallelState, module: nn.Module, kind: GatedNormKind, heads: Heads) -> None:
         self.state, self.module, self.kind, self.axes = state, module, kind, heads.axes
         mesh = state.mesh
-        (size,) = module._parameters["weight"].shape
+        weight = module._parameters["weight"]
+        assert weight is not None
+        (size,) = weight.shape
         self.exchange = HeadExchange(size, ("query",), heads, mesh)
         self.shards = group_shards(size, kind, heads, mesh)
         patch_forward(module, self._forward)

@@ -245,7 +245,7 @@ def _replace_methods(model: nn.Module, state: ShardedModel) -> None:
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = functools.partial(_refuse_resize, model)
     if hasattr(model, "set_use_kernels"):
-        model.set_use_kernels = _refuse_kernels
+        vars(model)["set_use_kernels"] = _refuse_kernels
     install_save_pretrained(model)
 
 

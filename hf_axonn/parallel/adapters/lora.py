@@ -168,6 +168,7 @@ class RowLora:
 
     def _up(self, _original: Callable, down: Tensor) -> Tensor:
         mesh, tokens = self.state.mesh, self.state.context.tokens
+        assert tokens is not None  # Block has seen to that
         if tokens.sharded:
             axes = ("x",) if tokens.features else ("x", "y")
             flat = pad_dim(down.reshape(tokens.count, -1), 0, tokens.padded_count(mesh))
