@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -150,15 +150,14 @@ class GatedNorm:
     def __init__(self, state: ParallelState, module: nn.Module, kind: GatedNormKind, heads: Heads) -> None:
         self.state, self.module, self.kind, self.axes = state, module, kind, heads.axes
         mesh = state.mesh
-        weight = module._parameters["weight"]
-        assert weight is not None
-        (size,) = weight.shape
+        (size,) = module.get_parameter("weight").shape
         self.exchange = HeadExchange(size, ("query",), heads, mesh)
         self.shards = group_shards(size, kind, heads, mesh)
         patch_forward(module, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
-        full = replicated_local(self.module._parameters["weight"], self.state.mesh, self.axes)
+        weight = cast(nn.Parameter, self.module._parameters["weight"])  # not what a reader is shown in its place
+        full = replicated_local(weight, self.state.mesh, self.axes)
         return normalize_gated(hidden, gate, self.exchange.take(full), self.kind, self.shards)
 
 
