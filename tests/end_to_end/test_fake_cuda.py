@@ -204,7 +204,7 @@ def test_collectives_are_waited_for_on_their_stream(quick):
         pair: {what: number for number, what, _ in lines} for pair, lines in quick["llama-streams"]["found"].items()
     }
     assert found.keys() == {"7 to 7", "7 to 0", "0 to 0", "recorded"}
-    assert found["7 to 7"].keys() == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert found["7 to 7"].keys() == {"all_gather", "reduce_scatter", "all_reduce", "exchange"}
     assert found["7 to 0"].keys() == found["0 to 0"].keys() == {"all_reduce"}  # averages over data; the agreement
     assert found["recorded"]["on 0"] >= found["7 to 0"]["all_reduce"] > 0
 

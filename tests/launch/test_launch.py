@@ -183,6 +183,7 @@ print(accelerator.num_processes, model.weight.to_local().shape, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_accelerates_own_sizes_start_a_grid(tmp_path):
     """In the launch file and in the script, both as for stock Accelerate, beside an axonn_config without a grid."""
     file = GOOD.replace("  grid: {x: 2}", "  layout: token\nparallelism_config: {parallelism_config_tp_size: 2}")
