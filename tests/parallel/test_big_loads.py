@@ -63,10 +63,12 @@ def _grows(folder: Path, grids: list[Grid], dtype: torch.dtype | None) -> list[t
         found.append((growth / MIB, sum(held) / MIB, max(held) / MIB))
         assert str(folder) not in Path("/proc/self/maps").read_text()
         if grid == grids[0]:
-            peak = Peak()
-            save_sharded(model, folder.parent / "saved")
-            growth = peak.growth()
-            assert growth < max(held) + 4 * MIB, f"a save takes {growth / MIB:.0f} MiB"
+            growths = []
+            for name in ("saved", "saved again"):  # what a process allocates once is not of a save
+                peak = Peak()
+                save_sharded(model, folder.parent / name)
+                growths.append(peak.growth() / MIB)
+            assert min(growths) < max(held) / MIB + 4, f"saves take {growths} MiB"
         del model
     return found
 
