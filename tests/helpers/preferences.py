@@ -196,6 +196,7 @@ def make_groups(
     own |= dict(model_init_kwargs={"dtype": "auto"})  # of the reference model, which trl 1.15 loads in float32
     args = arguments(getattr(trl, f"{kind}Config"), output, grid, **own | changes)
     trainer = getattr(trl, f"{kind}Trainer")(
+        # In generate Transformers 5.23 compares the routers of one token with the mask of the row, and fails.
         model=tiny_model("qwen3_moe", vocab_size=33, **EXPERTS | {"output_router_logits": False})
         if experts
         else AutoModelForCausalLM.from_pretrained(folder / "speaker", dtype=torch.float64),
