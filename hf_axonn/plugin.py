@@ -183,16 +183,16 @@ def _grid_of_stock(stock: dict[str, Any], grid: Grid | None) -> Grid | None:
     Raises:
         ValueError: they mean another grid than `grid`, or an argument is none of the sizes.
     """
-    handlers = [name for name, value in stock.items() if name not in ACCELERATE_SIZES and value is not None]
-    if unread := [name for name in handlers if not name.endswith("_backend")]:
+    read = (*ACCELERATE_SIZES, "cp_backend", "sp_backend")
+    if unread := [name for name, value in stock.items() if name not in read and value is not None]:
         raise ValueError(
             f"ParallelismConfig({unread[0]}=...) sets what a grid does in its own way: omit it. context_attention "
             "(AxonnPlugin, axonn_config) says how attention sees rows that context divides."
         )
-    sizes = read_sizes(stock)
+    sizes, place = read_sizes(stock), "ParallelismConfig"
     if not sizes and grid is None and AxonnConfig.from_env() is None:
-        return grid_with_sizes(read_environment(), grid, "the environment")
-    return grid_with_sizes(sizes, grid, "ParallelismConfig")
+        sizes, place = read_environment(), "the environment"
+    return grid_with_sizes(sizes, grid, place)
 
 
 def install_default() -> None:

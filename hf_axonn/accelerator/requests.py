@@ -1,9 +1,9 @@
 """Requests that a grid would not fulfil are refused, with the names of both.
 
 Accelerate reads the same environment for every engine, and takes what it does not use without a word: an FSDP plugin
-beside a grid, the grid of a second Accelerator. A run that asks for something
-should get it or an error. Settings of DistributedDataParallel that change no result (find_unused_parameters,
-static_graph, bucket_cap_mb, broadcast_buffers, gradient_as_bucket_view) are fulfilled by doing nothing.
+beside a grid, the grid of a second Accelerator. A run that asks for something should get it or an error. Settings of
+DistributedDataParallel that change no result (find_unused_parameters, static_graph, bucket_cap_mb, broadcast_buffers,
+gradient_as_bucket_view) are fulfilled by doing nothing.
 """
 
 from __future__ import annotations

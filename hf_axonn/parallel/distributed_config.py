@@ -41,7 +41,7 @@ def config_of_distributed(given: Any, grid: Grid | None, config: AxonnConfig | N
         # tp_size alone stands for the model's own plan, {} for none.
         if fields.get(name) not in (None, False, "auto"):
             raise ValueError(f"{NAME}.{name} is {fields[name]!r}: {remedy}.")
-    beside = grid if grid is not None else config.grid if config is not None else None
+    beside = config.grid if grid is None and config is not None else grid
     sizes = {name: fields.get(name) or 1 for name in TRANSFORMERS_SIZES}
     meant = grid_with_sizes(sizes, beside, NAME)
     if (experts := fields.get("ep_size") or 1) > 1:

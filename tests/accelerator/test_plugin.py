@@ -184,7 +184,7 @@ def test_the_plugin_takes_every_setting_of_a_launch_file():
 
 
 def test_the_plugin_takes_the_sizes_of_a_parallelism_config(monkeypatch):
-    """In a script whose ParallelismConfig it replaces under a launch file, and by itself."""
+    """A launch file lets it replace the ParallelismConfig of a script; and it takes them by itself."""
     assert AxonnPlugin(tp_size=2, dp_shard_size=2, cp_backend="torch").grid == Grid(z=2, x=2)
     assert AxonnPlugin(Grid(x=2), tp_size=2, layout="token").config == AxonnConfig(grid=Grid(x=2), layout="token")
     with pytest.raises(ValueError, match="^ParallelismConfig has tp_size=2, which is the grid .*beside it .*z=2"):

@@ -51,7 +51,7 @@ def made(name: str, seed: int):
 
 
 def trained(name: str):
-    """The same after two steps, on rows that depend on the seed alone."""
+    """Make the same, and train it for two steps on rows that depend on the seed alone."""
     model, optimizer = made(name, seed=3)
     for _ in range(2):
         loss = model(**tiny_batch(2, 6)).loss
@@ -111,7 +111,7 @@ def read(names: list[str], sources: list[str], folder: Path) -> list[str]:
 
 
 def keep_truth(sources: list[str], folder: Path) -> None:
-    """What a process without a group reads of each source."""
+    """Keep what a process without a group reads of each source."""
     for source in sources:
         state = states(*made(ALONE, seed=7))
         dcp.load(state, checkpoint_id=folder / source, no_dist=True)

@@ -166,7 +166,7 @@ def one_expert(kind: str, reads: HostReads) -> None:
 
 
 def one_moved(kind: str, reads: HostReads) -> None:
-    """On each rank, to which tokens travel."""
+    """One expert lies on each rank, and tokens travel to it."""
     model, _ = parallelize(make_fake(kind, num_experts=GRID.z * GRID.x * GRID.y), GRID)
     train(model, reads)
 

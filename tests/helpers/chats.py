@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import runpy
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
+import yaml
 from datasets import Dataset, disable_progress_bars
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from hf_axonn import Grid
+from tests.helpers import ROOT
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_model
 from tests.helpers.training import training_options
@@ -153,3 +159,40 @@ def fine_tune(output: Path, grid: Grid | None, *, resume: Path | None = None, ev
             trainer.evaluate()
     parameters = {name: its.detach().clone() for name, its in trainer.model.named_parameters() if its.requires_grad}
     return logged(trainer.state.log_history), watch.gradients, parameters
+
+
+def run_chat_script(folder: Path, *switches: str, timeout: int, **options: object) -> tuple[list, list]:
+    """Fine-tune `model` on `chats.jsonl` of a folder by finetune_chat.py, on one process and as a user starts it on
+    z=2, for two steps of the same rows; returns what each logged."""
+    settings = yaml.safe_load((ROOT / "training_scripts" / "grids" / "cpu_2_x2.yaml").read_text())
+    settings["axonn_config"] = {"grid": {"z": 2}}
+    (folder / "z2.yaml").write_text(yaml.safe_dump(settings))
+    options = options | dict(
+        model_name_or_path=folder / "model",
+        data=folder / "chats.jsonl",
+        held_out=0.2,
+        max_steps=2,
+        per_device_eval_batch_size=2,
+        goldfish_k=3,
+        goldfish_context_width=3,
+        logging_steps=1,
+        bf16=False,
+        report_to="none",
+        use_cpu=True,
+    )
+
+    def arguments(output: str, rows: int) -> list[str]:
+        more = dict(options, output_dir=folder / output, per_device_train_batch_size=rows)
+        return [*(f"--{name}={value}" for name, value in more.items()), *switches]
+
+    script = ROOT / "training_scripts" / "finetune_chat.py"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config", str(folder / "z2.yaml"), str(script)]
+    done = subprocess.run(
+        [*launch, *arguments("grid", 2)], env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    runpy.run_path(str(script))["main"](arguments("one", 4))
+    states = [json.loads((folder / output / "trainer_state.json").read_text()) for output in ("one", "grid")]
+    one, grid = (logged(state["log_history"]) for state in states)
+    return one, grid

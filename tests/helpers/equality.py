@@ -189,9 +189,9 @@ class Case:
         model, _ = parallelize(model.to(rank_device()).train(), grid, config=self.config(grid))
         assert (parallel_state(model) is None) == (grid.size == 1)
         self.before(model)
-        mine = [self.cut(batch, grid, dist.get_rank()) for batch in self.batches]
+        own = [self.cut(batch, grid, dist.get_rank()) for batch in self.batches]
         with self.context():
-            ours = self.fit(model, mine, dp_size=grid.dp_size)
+            ours = self.fit(model, own, dp_size=grid.dp_size)
         ours.losses = [mean_over_world(loss) for loss in ours.losses]
         return ours
 

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -41,24 +42,14 @@ def flash_attention() -> Iterator[None]:
         yield
 
 
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> Tensor:
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Attend in rows that are one document each: [B, S, heads, features]."""
     assert q.dim() == 4 and q.shape[0] == k.shape[0]
-    _check(q, k, v, dropout_p)
-    if isinstance(q, FakeTensor):
-        return _depends_on_all(q, k, v)
-    rows = [_attend(*each, softmax_scale, causal, window_size, softcap) for each in zip(q, k, v, strict=True)]
-    return torch.stack(rows)
+    _check(q, k, v)
+    rows, lengths = q.shape[0], (q.shape[1], k.shape[1])
+    ends = [torch.arange(rows + 1, dtype=torch.int32, device=q.device) * length for length in lengths]
+    flat = (each.flatten(0, 1) for each in (q, k, v))
+    return flash_attn_varlen_func(*flat, *ends, *lengths, **options).view(q.shape)
 
 
 def flash_attn_varlen_func(
@@ -77,8 +68,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
 ) -> Tensor:
     """Attend in documents that stand one after another: [tokens, heads, features], the i-th from cu_seqlens[i] on."""
-    assert q.dim() == 3
-    _check(q, k, v, dropout_p)
+    assert q.dim() == 3 and dropout_p == 0.0
+    _check(q, k, v)
     for ends in (cu_seqlens_q, cu_seqlens_k):
         assert ends.dtype == torch.int32 and ends.dim() == 1 and ends.is_contiguous() and ends.device == q.device
     assert len(cu_seqlens_q) == len(cu_seqlens_k) > 1
@@ -96,9 +87,9 @@ def flash_attn_varlen_func(
     return torch.cat(documents)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
-    """Refuse what a kernel refuses; dropout is not drawn here."""
-    assert dropout == 0.0 and k.shape == v.shape
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what a kernel refuses."""
+    assert k.shape == v.shape
     assert q.shape[-1] == k.shape[-1] <= WIDEST and q.shape[-2] % k.shape[-2] == 0
     assert q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
     assert all(tensor.stride(-1) == 1 for tensor in (q, k, v))

@@ -185,7 +185,7 @@ print(accelerator.num_processes, model.weight.to_local().shape, flush=True)
 
 @pytest.mark.slow
 def test_accelerates_own_sizes_start_a_grid(tmp_path):
-    """In the launch file and in the script, both as for stock Accelerate, beside an axonn_config without a grid."""
+    """Launch file and script name sizes as for stock Accelerate, beside an axonn_config without a grid."""
     file = GOOD.replace("  grid: {x: 2}", "  layout: token\nparallelism_config: {parallelism_config_tp_size: 2}")
     done, _ = start(
         tmp_path, *LAUNCHERS["accelerate launch"], "--config", "axonn.yaml", "script.py", file=file, script=UPSTREAM

@@ -239,7 +239,7 @@ def test_what_is_refused(changes, options, message):
 
 
 def test_accelerates_own_sizes_are_a_grid():
-    """Of the file, of the command line, which holds over it, or of both; accelerate gets none of them."""
+    """Sizes stand in the file, or on the command line, which holds over it; accelerate gets none of them."""
     given = {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 1}
     given |= {"parallelism_config_cp_backend": "torch", "parallelism_config_dp_replicate_size": 1}
     changes = {"parallelism_config": given, "axonn_config": {"layout": "token"}}

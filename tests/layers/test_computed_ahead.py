@@ -136,7 +136,7 @@ def test_shared_experts_run_between_start_and_wait_and_in_backward_too():
 
 
 def _gone():
-    """Of a step that recomputes its layers no tensor is left for the garbage collector."""
+    """A step that recomputes its layers leaves no tensor for the garbage collector."""
     grid = Grid(z=2)
     model = moe("deepseek_v3").train()
     checkpointed(model, reentrant=False)

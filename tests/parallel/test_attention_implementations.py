@@ -74,7 +74,7 @@ def compare_both(cases, grids):
 
 
 def test_flash_and_flex_attention_equal_one_process():
-    """By Transformers' own function, over context and over the other axes, whose batches are of one row or of two."""
+    """Transformers' own function runs over context and over the other axes, on batches of one row or of two."""
     cases = list(flash_cases())
     table, flex = run_ranks(compare_both, 2, cases, [*TWO, Grid(x=2), Grid(y=2)])[0]
     assert len(table) == 3 * len(cases) and not too_large(table, BOUND)

@@ -52,7 +52,7 @@ def _make(model_type: str, change: Changed) -> nn.Module:
 
 
 def run(cases: list[Case], grids: list[Grid]) -> list[str]:
-    """What differs from one process, of all cases on all grids, in one launch."""
+    """Return what differs from one process, in all cases on all grids, in one launch."""
     with_truth = [(each, each.truth()) for each in cases]
     return too_large(run_ranks(compare, grids[0].size, with_truth, grids)[0], BOUND)
 
@@ -101,7 +101,7 @@ def test_other_types_run_linear_by_linear():
 
 
 def as_videos(batch: images.Batch) -> images.Batch:
-    """The same rows with videos of one picture in the places of images."""
+    """Put videos of one picture in the places of images."""
     renamed = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}
     changed = {renamed.get(name, name): value for name, value in batch.items()}
     ids, kinds = batch["input_ids"], batch["mm_token_type_ids"]
@@ -144,7 +144,7 @@ def test_ways_to_train(model_type, way):
 
 
 def _refusals(model_type: str) -> dict[str, str]:
-    """What is said on this rank of two."""
+    """Return the messages of this rank of two."""
     first = dist.get_rank() == 0
     batch = images.tiny_batch(model_type, rows=slice(0, 1))
     text = images.tiny_batch(model_type, rows=slice(1, 2))

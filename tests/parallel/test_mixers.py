@@ -159,7 +159,7 @@ def test_a_mixer_whose_code_reads_all_channels_is_repeated_with_the_reason():
 
 
 def test_packages_of_kernels_are_not_asked_about_mixers(monkeypatch):
-    """Where causal-conv1d and mamba-ssm are installed, functions of the model's file call them, for GPUs alone."""
+    """Functions of the model's file call causal-conv1d and mamba-ssm where these are installed, for GPUs alone."""
     mixer = tiny_model("nemotron_h").model.layers[0].mixer
     names = inspect.unwrap(type(mixer).forward).__globals__
     for name in ("causal_conv1d_fn", "mamba2_chunk_scan"):

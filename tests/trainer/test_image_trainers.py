@@ -5,22 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
-import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid
 from hf_axonn.goldfish.mask import goldfish_mask
-from tests.helpers import ROOT, images
-from tests.helpers.chats import ExactLogProbs, chat_tokenizer, logged
+from tests.helpers import images
+from tests.helpers.chats import ExactLogProbs, chat_tokenizer, logged, run_chat_script
 from tests.helpers.float64 import Float64
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import numbers, training_options, worst_difference
@@ -104,8 +99,8 @@ def conversations(rows: int) -> list[dict]:
     found = []
     for row in range(rows):
         shown = [pictures.new("RGB", (9 + row, 7), (5 * row, 90, 200 - 5 * row))] * (row % 3)
-        asked = {"role": "user", "content": "abc"[: 1 + row % 3]}
-        found.append({"images": shown, "messages": [asked, {"role": "assistant", "content": "defab"[row % 4 :]}]})
+        question = {"role": "user", "content": "abc"[: 1 + row % 3]}
+        found.append({"images": shown, "messages": [question, {"role": "assistant", "content": "defab"[row % 4 :]}]})
     return found
 
 
@@ -153,29 +148,7 @@ def test_the_script_takes_images_of_files(tmp_path):
             for name, image in zip(names, chat["images"], strict=True):
                 image.save(tmp_path / name)
             file.write(json.dumps(chat | {"images": names}) + "\n")
-    settings = yaml.safe_load((ROOT / "training_scripts" / "grids" / "cpu_2_x2.yaml").read_text())
-    settings["axonn_config"] = {"grid": {"z": 2}}
-    (tmp_path / "z2.yaml").write_text(yaml.safe_dump(settings))
-    options = dict(
-        model_name_or_path=tmp_path / "model", data=tmp_path / "chats.jsonl", held_out=0.2, max_steps=2, goldfish_k=3,
-        goldfish_context_width=3, per_device_eval_batch_size=2, logging_steps=1, bf16=False, report_to="none",
-        use_cpu=True,
-    )  # fmt: skip
-
-    def arguments(output: str, rows: int) -> list[str]:
-        more = options | dict(output_dir=tmp_path / output, per_device_train_batch_size=rows)
-        return [f"--{name}={value}" for name, value in more.items()]
-
-    script = ROOT / "training_scripts" / "finetune_chat.py"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config", str(tmp_path / "z2.yaml"), str(script)]
-    done = subprocess.run(
-        [*launch, *arguments("grid", 2)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    runpy.run_path(str(script))["main"](arguments("one", 4))
-    states = [json.loads((tmp_path / output / "trainer_state.json").read_text()) for output in ("one", "grid")]
-    one, grid = (logged(state["log_history"]) for state in states)
+    one, grid = run_chat_script(tmp_path, timeout=300)
     assert "eval_loss" in one[-1] and one[0]["loss"] > 1
     assert worst_difference(grid, one) < 1e-4  # float32
 

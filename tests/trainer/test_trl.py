@@ -5,16 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
-import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from peft import LoraConfig, PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, HfArgumentParser
@@ -23,7 +18,6 @@ from trl import SFTConfig
 from hf_axonn import GoldfishConfig, GoldfishSFTConfig, GoldfishSFTTrainer, Grid, from_pretrained
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.trainer.trl import check_trainer
-from tests.helpers import ROOT
 from tests.helpers.chats import (
     EXPERTS,
     ExactLogProbs,
@@ -32,6 +26,7 @@ from tests.helpers.chats import (
     fine_tune,
     logged,
     make_sft,
+    run_chat_script,
     without_counts,
 )
 from tests.helpers.float64 import relative_errors
@@ -377,37 +372,6 @@ def test_the_chat_script_under_stock_accelerate(tmp_path):
     chat_tokenizer().save_pretrained(tmp_path / "model")
     with (tmp_path / "chats.jsonl").open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in chats(60, seed=0, completions=False))
-    settings = yaml.safe_load((ROOT / "training_scripts" / "grids" / "cpu_2_x2.yaml").read_text())
-    settings["axonn_config"] = {"grid": {"z": 2}}
-    (tmp_path / "z2.yaml").write_text(yaml.safe_dump(settings))
-    options = dict(
-        model_name_or_path=tmp_path / "model",
-        data=tmp_path / "chats.jsonl",
-        held_out=0.2,
-        max_length=40,
-        max_steps=2,
-        per_device_eval_batch_size=2,
-        goldfish_k=3,
-        goldfish_context_width=3,
-        logging_steps=1,
-        bf16=False,
-        report_to="none",
-        use_cpu=True,
-    )
-
-    def arguments(output: str, rows: int) -> list[str]:
-        more = dict(options, output_dir=tmp_path / output, per_device_train_batch_size=rows)
-        return [*(f"--{name}={value}" for name, value in more.items()), "--packing", "--assistant_only_loss"]
-
-    script = ROOT / "training_scripts" / "finetune_chat.py"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config", str(tmp_path / "z2.yaml"), str(script)]
-    done = subprocess.run(
-        [*launch, *arguments("grid", 2)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    runpy.run_path(str(script))["main"](arguments("one", 4))
-    states = [json.loads((tmp_path / output / "trainer_state.json").read_text()) for output in ("one", "grid")]
-    one, grid = (logged(state["log_history"]) for state in states)
+    one, grid = run_chat_script(tmp_path, "--packing", "--assistant_only_loss", timeout=200, max_length=40)
     assert {"eval_loss", "eval_mean_token_accuracy"} <= set(one[-1])
     assert worst_difference(grid, one) < 1e-4

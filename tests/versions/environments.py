@@ -70,26 +70,26 @@ VERSIONS = (
 )
 
 
-def pins(asked: dict[str, str]) -> list[str]:
+def pins(requested: dict[str, str]) -> list[str]:
     """What pip is asked for, as accelerate==1.12.*."""
-    return [f"{name}=={release}.*" for name, release in asked.items() if name != "python"]
+    return [f"{name}=={release}.*" for name, release in requested.items() if name != "python"]
 
 
-def make(folder: Path, asked: dict[str, str] | None, pip_arguments: list[str], *, lend: bool) -> Path:
+def make(folder: Path, requested: dict[str, str] | None, pip_arguments: list[str], *, lend: bool) -> Path:
     """A virtual environment; returns its interpreter.
 
     Args:
-        asked: minor releases by name, or None for the newest releases that pip has, whatever setup.cfg allows.
+        requested: minor releases by name, or None for the newest releases that pip has, whatever setup.cfg allows.
 
     Raises:
         FileNotFoundError: there is no such Python.
         subprocess.CalledProcessError: pip cannot install what is asked for.
     """
-    named = (asked or {}).get("python")
+    named = (requested or {}).get("python")
     base = sys.executable if lend or named is None else shutil.which(f"python{named}")
     if base is None:
         raise FileNotFoundError(f"there is no python{named}")
-    packages = list(VARIED if lend else LIBRARIES) if asked is None else pins(NEWEST | asked)
+    packages = list(VARIED if lend else LIBRARIES) if requested is None else pins(NEWEST | requested)
     subprocess.run([base, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pip_arguments]
@@ -99,7 +99,7 @@ def make(folder: Path, asked: dict[str, str] | None, pip_arguments: list[str], *
         Path(purelib, "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
         subprocess.run([*install, "--no-deps", "--ignore-installed", *packages], check=True)
         subprocess.run([*install, "--no-deps", "--editable", "."], check=True, cwd=ROOT)
-    elif asked is None:
+    elif requested is None:
         others = [text for text in requires("hf_axonn") if _belongs(Requirement(text), ("", "data", "eval"))]
         subprocess.run([*install, *packages, *others, *TESTS], check=True)
         subprocess.run([*install, "--no-deps", "--editable", "."], check=True, cwd=ROOT)
@@ -110,7 +110,7 @@ def make(folder: Path, asked: dict[str, str] | None, pip_arguments: list[str], *
 
 
 def _belongs(requirement: Requirement, extras: tuple[str, ...]) -> bool:
-    """Whether a requirement is one of these extras ("" for none), and not a library that the table varies."""
+    """Return whether a requirement is one of these extras ("" for none), and not a library that the table varies."""
     marker = requirement.marker
     return requirement.name not in LIBRARIES and (
         marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)
@@ -155,10 +155,10 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     """A row for each environment."""
     columns = ["environment", "Python", *LIBRARIES, "result"]
     lines = [f"| {' | '.join(columns)} |", f"| {' | '.join('---' for _ in columns)} |"]
-    for name, asked in ENVIRONMENTS.items():
+    for name, requested in ENVIRONMENTS.items():
         result = results.get(name)
         if result is None:
-            shown = [(NEWEST | asked).get(library, "") for library in ("python", *LIBRARIES)]
+            shown = [(NEWEST | requested).get(library, "") for library in ("python", *LIBRARIES)]
             said = "not run"
         else:
             shown = [result["releases"][library] for library in ("python", *LIBRARIES)]

@@ -1,4 +1,4 @@
-"""What breaks with the newest releases that pip has of other libraries, whatever setup.cfg allows.
+"""Find what breaks with the newest releases that pip has of other libraries, whatever setup.cfg allows.
 
     python -m tests.versions.newest               a fresh environment, torch of gigabytes too (`make test-newest`)
     python -m tests.versions.newest --lend        torch and everything else are lent by the environment that runs this

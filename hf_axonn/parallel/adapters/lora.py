@@ -17,7 +17,9 @@ are used as they are.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -111,54 +113,60 @@ def output_of(state: ParallelState, linear: nn.Module, axes: tuple[str, ...]) ->
     return RowOutput(state, linear, layer) if isinstance(layer, RowParallel) else OwnOutput(state, linear, axes)
 
 
-class ColumnLora:
-    """A and B of a column layer. Collectives: all-reduce of [T, r] over y, forward and backward."""
+class PairLora(ABC):
+    """A and B of a Linear in a block, whose forwards are `_down` and `_up`.
 
-    def __init__(
-        self, state: ParallelState, column: ColumnParallel, output: OwnOutput, a: nn.Linear, b: nn.Linear
-    ) -> None:
-        self.state, self.column, self.output = state, column, output
+    Args:
+        layer: what is installed on the Linear.
+        output: what a rank has of the Linear's output.
+    """
+
+    def __init__(self, state: ParallelState, layer: Any, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
+        self.state, self.layer, self.output = state, layer, output
         self.a, self.b = a, b
-        self.a_axes = ("x", "y") if "x" in column.axes else ("y",)
         patch_forward(a, self._down)
         patch_forward(b, self._up)
 
+    @abstractmethod
+    def _down(self, original: Callable, hidden: Tensor) -> Tensor:
+        """A: this rank's part of the Linear's input -> [..., r]."""
+
+    def _up(self, _original: Callable, down: Tensor) -> Tensor:
+        """B: [..., r] -> this rank's part of the Linear's output."""
+        bias = None if self.b.bias is None else self.output.parameter(self.b.bias)
+        return F.linear(down, self.output.parameter(self.b.weight), bias)
+
+
+class ColumnLora(PairLora):
+    """A and B of a column layer. Collectives: all-reduce of [T, r] over y, forward and backward."""
+
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
-        mesh, axes = self.state.mesh, self.column.axes
+        mesh, axes = self.state.mesh, self.layer.axes
         own, padded = feature_slice(self.a.in_features, mesh, "y")
-        weight = pad_dim(replicated_local(self.a.weight, mesh, self.a_axes)[:, own], 1, padded)
+        a_axes = ("x", "y") if "x" in axes else ("y",)
+        weight = pad_dim(replicated_local(self.a.weight, mesh, a_axes)[:, own], 1, padded)
         if "x" not in axes:  # the same on all ranks of x, where the block's entrance takes a sum
             hidden = scale_gradient(hidden, 1 / mesh.size("x"))
         down = all_reduce(F.linear(hidden, weight), mesh.group("y"))
         return all_reduce_backward(down, mesh.group("y")) if "y" in axes else down
 
-    def _up(self, _original: Callable, down: Tensor) -> Tensor:
-        bias = None if self.b.bias is None else self.output.parameter(self.b.bias)
-        return F.linear(down, self.output.parameter(self.b.weight), bias)
 
-
-class LatentLora(ColumnLora):
+class LatentLora(PairLora):
     """A and B of a projection out of a latent. Collectives: all-reduce of d[T, r] over the axes of the heads."""
 
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
-        mesh, axes = self.state.mesh, self.column.axes
+        mesh, axes = self.state.mesh, self.layer.axes
         down = F.linear(hidden, replicated_local(self.a.weight, mesh, ()))
         return all_reduce_backward(down, mesh.group(*axes)) if axes else down
 
 
-class RowLora:
+class RowLora(PairLora):
     """A and B of a row layer. Collectives: all-reduce of [T, r] over the axes of its input; backward: over (x, y)."""
 
-    def __init__(self, state: ParallelState, row: RowParallel, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
-        self.state, self.row, self.output = state, row, output
-        self.a, self.b = a, b
-        patch_forward(a, self._down)
-        patch_forward(b, self._up)
-
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
-        mesh, axes, tokens = self.state.mesh, self.row.axes, self.state.context.tokens
+        mesh, axes, tokens = self.state.mesh, self.layer.axes, self.state.context.tokens
         assert tokens is not None  # Block has seen to that
-        hidden = self.row.take_positions(hidden)
+        hidden = self.layer.take_positions(hidden)
         own, padded = feature_slice(self.a.in_features, mesh, *axes)
         weight = pad_dim(replicated_local(self.a.weight, mesh, axes)[:, own], 1, padded)
         down = F.linear(hidden, weight)
@@ -166,26 +174,19 @@ class RowLora:
             down = all_reduce(down, mesh.group(*axes))
         return all_reduce_backward(down, mesh.group("x", "y")) if tokens.sharded else down
 
-    def _up(self, _original: Callable, down: Tensor) -> Tensor:
+    def _up(self, original: Callable, down: Tensor) -> Tensor:
         mesh, tokens = self.state.mesh, self.state.context.tokens
         assert tokens is not None  # Block has seen to that
         if tokens.sharded:
             axes = ("x",) if tokens.features else ("x", "y")
             flat = pad_dim(down.reshape(tokens.count, -1), 0, tokens.padded_count(mesh))
             down = flat.view(mesh.size(*axes), -1, flat.shape[-1])[mesh.index(*axes)]
-            down = down.view(*self.row.leading, -1)
-        bias = None if self.b.bias is None else self.output.parameter(self.b.bias)
-        return F.linear(down, self.output.parameter(self.b.weight), bias)
+            down = down.view(*self.layer.leading, -1)
+        return super()._up(original, down)
 
 
-class ChannelLora(ColumnLora):
+class ChannelLora(PairLora):
     """A and B of a mixer's Linear of all channels. Collectives: all-reduce of [T, r] over (x, y), both ways."""
-
-    def __init__(self, state: ParallelState, layer: ChannelSum, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
-        self.state, self.layer, self.output = state, layer, output
-        self.a, self.b = a, b
-        patch_forward(a, self._down)
-        patch_forward(b, self._up)
 
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
         own = self.layer.own["weight"](replicated_local(self.a.weight, self.state.mesh, ("x", "y")))

@@ -187,7 +187,7 @@ def grids(ranks: int) -> list[str]:
 
 
 def overlap_grids(ranks: int) -> dict[str, str]:
-    """By switch of `Overlap`, one of `grids` on which a dense model has something to hide; none on one rank."""
+    """Return one of `grids` on which a dense model has something to hide, by switch of `Overlap`; none on one rank."""
     if ranks == 1:
         return {}
     both = grid_name(Grid(z=ranks // 2, x=2)) if ranks > 2 and ranks % 2 == 0 else None
