@@ -8,7 +8,16 @@ import numpy as np
 
 from hf_axonn_eval.analysis.intervals import Found, difference_interval, mean_intervals, share_intervals
 from hf_axonn_eval.analysis.membership_attack import attack
-from hf_axonn_eval.analysis.table import MEMBERSHIP, NEAR_COPIES, NEAR_COPIES_COST, NEEDED, Table, share_names
+from hf_axonn_eval.analysis.table import (
+    MEMBERSHIP,
+    NEAR_COPIES,
+    NEAR_COPIES_COST,
+    NEEDED,
+    NEEDED_AT_LEAST,
+    RANK_BITS,
+    Table,
+    share_names,
+)
 from hf_axonn_eval.metrics.bleu import NEAR_BLEU
 from hf_axonn_eval.metrics.discoverability import CHANCES
 from hf_axonn_eval.metrics.registry import METRICS
@@ -40,6 +49,8 @@ def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], t
             }
             for chance, column in needed.items()
         }
+    if not np.isnan(table.column(RANK_BITS)).all():
+        entry["inextractability"] = _inextractability(table, found, options, lengths=lengths, tries=tries)
     if "bleu_copies" in found:
         entry["bleu_copies"] = found["bleu_copies"]
     copies = {name.removeprefix(NEAR_COPIES): name for name in _near_copies(table)}
@@ -68,9 +79,12 @@ def _group_columns(table: Table, lengths: Sequence[int], tries: Sequence[int]) -
         reached = table.columns["divergence_point"] >= length
         shares[f"exact_match_at.{length}"] = np.where(table.columns["suffix_length"] >= length, reached, np.nan)
     for chance in CHANCES:
-        column = table.column(f"{NEEDED}{chance:g}")
-        for number in tries:
-            shares[f"discoverable.{chance:g}.{number}"] = np.where(np.isnan(column), np.nan, column <= number)
+        for name, column in (
+            ("discoverable", table.column(f"{NEEDED}{chance:g}")),
+            ("at_most", table.column(f"{NEEDED_AT_LEAST}{chance:g}")),
+        ):
+            for number in tries:
+                shares[f"{name}.{chance:g}.{number}"] = np.where(np.isnan(column), np.nan, column <= number)
     shares["original"] = np.where(table.column("degenerate") == 0, table.columns["exact_match"], np.nan)
     bleu = table.column("bleu")
     shares["bleu_copies"] = np.where(np.isnan(bleu), np.nan, bleu > NEAR_BLEU)
@@ -79,6 +93,37 @@ def _group_columns(table: Table, lengths: Sequence[int], tries: Sequence[int]) -
         means[name], bounds[name] = column, (0, 1)
         shares[f"{name}.likely"] = np.where(np.isnan(column), np.nan, column >= LIKELY)
     return shares, means, bounds
+
+
+def _inextractability(
+    table: Table,
+    found: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    lengths: Sequence[int],
+    tries: Sequence[int],
+) -> dict[str, Any]:
+    """Give the bits that samples take at least, and what so many queries may give at most, whatever the sampling.
+
+    `below_at_most`: none of n documents takes less than the least of them. If more than this share of all documents
+    did, n would hold one of these with the confidence (the tolerance bound of Wilks 1941, Annals of Mathematical
+    Statistics 12, 91).
+    """
+
+    def spread(name: str) -> dict[str, float]:
+        column = table.column(name)
+        return {"least": float(np.nanmin(column)), "median": float(np.nanquantile(column, 0.5, method="higher"))}
+
+    known = table.rows(~np.isnan(table.column(RANK_BITS)))
+    documents = len(set(known.documents))
+    entry: dict[str, Any] = spread(RANK_BITS)
+    entry |= {"documents": documents, "below_at_most": 1 - (1 - options["confidence"]) ** (1 / documents)}
+    entry["tries"] = {
+        f"{chance:g}": {str(number): found[f"at_most.{chance:g}.{number}"] for number in tries} for chance in CHANCES
+    }
+    windows = {str(length): f"{RANK_BITS}.{length}" for length in lengths}
+    some = {length: spread(name) for length, name in windows.items() if not np.isnan(table.column(name)).all()}
+    return entry | ({"lengths": some} if some else {})
 
 
 def _near_copies(table: Table) -> list[str]:

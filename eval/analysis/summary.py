@@ -29,8 +29,8 @@ def summarize(
     Args:
         results: of one run; read once, so that an iterator over a file of any length will do.
         record: run.json of the run; it is put into the summary.
-        lengths: also report the exact match of suffixes cut to these many tokens; longer ones than a suffix leave it
-            out.
+        lengths: also report the exact match of suffixes cut to these many tokens, and the bits of windows of so many;
+            longer ones than a suffix leave it out.
         tries: numbers of draws for which discoverability is reported.
         confidence: of the intervals.
     Returns:
@@ -44,6 +44,10 @@ def summarize(
         - `exact_match_at`, with `lengths`: by length, as text, an estimate;
         - `discoverability`, if there is a sampler: by p, as text, `median_n` (draws that half of the samples need;
           None: no number suffices) and `tries`, by n, as text, the estimate of the share that is (n, p)-discoverable;
+        - `inextractability`, if ranks are known: `least` and `median` bits that a sample takes; `documents`, and
+          `below_at_most`, the share of other documents like these that may take less than the least, at most; `tries`
+          by p and n, as text, the estimate of the share that some sampling may give with n queries and probability p;
+          with `lengths` `lengths`, by length, as text, `least` and `median` of the easiest windows;
         - `membership`, if there are scores and samples of bucket 0 beside these: by score what `attack`
           returns; for `all` of every other bucket against bucket 0;
         - `degenerate`, if known: `count` of `n`, and `exact_match_of_others`, an estimate;
@@ -53,7 +57,8 @@ def summarize(
         ValueError: there are no results, or a length or number of draws below 1.
     """
     options = _options(confidence)
-    return _summarize(Table.read(results), record, options, lengths=_check_lengths(lengths), tries=tries)
+    lengths = _check_lengths(lengths)
+    return _summarize(Table.read(results, lengths), record, options, lengths=lengths, tries=tries)
 
 
 def compare(
@@ -93,7 +98,7 @@ def compare(
     base = choose_base(runs, base)
     digests = {name: record["identity"]["samples_sha256"] for name, record in (records or {}).items()}
     options, lengths = _options(confidence), _check_lengths(lengths)
-    tables = {name: Table.read(results) for name, results in runs.items()}
+    tables = {name: Table.read(results, lengths) for name, results in runs.items()}
     tables = {name: _in_order_of(tables[base], table, name, base) for name, table in tables.items()}
     if len(set(digests.values())) > 1:
         raise ValueError(f"the runs were asked different samples, though with the same ids (sha256): {digests}.")

@@ -9,18 +9,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, nan
+from math import exp, log, nan
 
 import numpy as np
 
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.metrics.discoverability import CHANCES, n_needed
+from hf_axonn_eval.metrics.inextractability import easiest_window
 from hf_axonn_eval.metrics.registry import METRICS, value
 from hf_axonn_eval.metrics.text import is_degenerate
 
 
 MEMBERSHIP = "membership."  # + name of the score
 NEEDED = "n_needed."  # + p
+NEEDED_AT_LEAST = "n_at_least."  # + p
+RANK_BITS = "rank_bits"  # the metric; + "." and a length: of the easiest window
 NEAR_COPIES = "near_copies."  # + edits
 NEAR_COPIES_COST = "near_copies.draws"
 
@@ -39,7 +42,8 @@ class Table:
         documents: [samples] the document of each sample.
         buckets: [samples] whole numbers.
         columns: by name [samples] float64: METRICS, `suffix_length`, `near_tie`, `degenerate`, `membership.<score>`,
-            `n_needed.<p>`, `near_copies.<edits>`, probabilities, and `near_copies.draws`, what they cost.
+            `n_needed.<p>`, `n_at_least.<p>`, `rank_bits.<tokens>`, `near_copies.<edits>`, probabilities, and
+            `near_copies.draws`, what they cost.
     """
 
     ids: Sequence[str]
@@ -48,9 +52,12 @@ class Table:
     columns: Mapping[str, np.ndarray]
 
     @classmethod
-    def read(cls, results: Iterable[SampleResult]) -> Table:
+    def read(cls, results: Iterable[SampleResult], lengths: Sequence[int] = ()) -> Table:
         """Read results once.
 
+        Args:
+            results: of one run.
+            lengths: of windows, in tokens, for which `rank_bits` is a column too.
         Raises:
             ValueError: there are none.
         """
@@ -60,7 +67,7 @@ class Table:
         buckets = array("q")
         columns: dict[str, array[float]] = {}
         for result in results:
-            for name, number in _numbers(result).items():
+            for name, number in _numbers(result, lengths).items():
                 if number is not None:
                     column = columns.setdefault(name, array("d"))
                     column.extend([nan] * (len(ids) - len(column)))  # samples before it that did not have it
@@ -103,7 +110,7 @@ class Table:
         return groups | {"all": np.ones(len(self), dtype=bool)}
 
 
-def _numbers(result: SampleResult) -> dict[str, float | bool | None]:
+def _numbers(result: SampleResult, lengths: Sequence[int]) -> dict[str, float | bool | None]:
     numbers: dict[str, float | bool | None] = {metric: value(result, metric) for metric in METRICS}
     numbers["suffix_length"] = result.suffix_length
     numbers["near_tie"] = result.near_tie
@@ -113,6 +120,13 @@ def _numbers(result: SampleResult) -> dict[str, float | bool | None]:
     if result.sampled_logprob is not None:
         for chance in CHANCES:
             numbers[f"{NEEDED}{chance:g}"] = n_needed(result.sampled_logprob, chance)
+    bits = numbers[RANK_BITS] if RANK_BITS in numbers else None
+    if bits is not None:
+        for chance in CHANCES:
+            numbers[f"{NEEDED_AT_LEAST}{chance:g}"] = n_needed(-bits * log(2), chance)
+    for length in lengths:
+        if result.ranks is not None and length <= result.suffix_length:
+            numbers[f"{RANK_BITS}.{length}"] = easiest_window(result.ranks, length).bits
     for edits, logprob in enumerate(result.near_copies or ()):
         numbers[f"{NEAR_COPIES}{edits}"] = exp(logprob)
     if result.near_copies_read is not None:

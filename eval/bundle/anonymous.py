@@ -32,7 +32,7 @@ _PLAIN = re.compile(r"[\w .,:;+=()%@#*<>'-]{0,100}")
 _DIGEST = re.compile(r"[0-9a-f]{7,128}")
 _SAMPLES = "samples_sha256"
 # per token, and of no use without the tokens
-_LISTS, _MAPPINGS = {"hits": bool, "logprobs": float, "near_copies": float}, ("membership", "metrics")
+_LISTS, _MAPPINGS = {"hits": bool, "logprobs": float, "near_copies": float, "ranks": int}, ("membership", "metrics")
 _TEXTS = {"generated", "generated_text", "suffix_text"}
 _HOME = re.compile(r"[\\/](?:home|Users)[\\/]+([^\\/\s]+)")
 _SEPARATOR = re.compile(r"[\\/]")

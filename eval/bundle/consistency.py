@@ -36,6 +36,12 @@ def contradictions(result: SampleResult, near_tie_below: float | None) -> Iterat
         for place, (hit, logprob) in enumerate(zip(hits, logprobs, strict=True)):
             if not hit and logprob > HALF + LOGPROB_ROUNDING:
                 yield f"token {place} is said to be missed, but its log-probability {logprob} is above one half's"
+    if result.ranks is not None and hits is not None and logprobs is not None:
+        for place, (rank, hit, logprob) in enumerate(zip(result.ranks, hits, logprobs, strict=True)):
+            if hit and rank != 1:
+                yield f"token {place} is said to be the first choice, but its rank is {rank}"
+            elif logprob > LOGPROB_ROUNDING - log(rank):
+                yield f"token {place} has rank {rank}, but its log-probability {logprob} is above that of 1 / {rank}"
     if near_tie_below is not None and result.margin is not None and result.near_tie is not None:
         if result.near_tie != (result.margin < near_tie_below):
             yield f"near_tie is {result.near_tie}, but the margin is {result.margin} and the bound {near_tie_below}"

@@ -39,6 +39,7 @@ MEASURED = (  # fields of a result that are not metrics; what metrics are comput
     "membership",
     "near_copies",
     "near_copies_read",
+    "ranks",
 )
 LOGPROB_ROUNDING = 1e-3  # a sum of float32 log-probabilities of certain tokens may come out above 0 by less
 LONGEST = 2**20  # tokens of a suffix: curves have a column for each
@@ -71,9 +72,11 @@ class SampleResult:
     in nats, and -inf where that never draws it; JSON has no infinity, so the file says "-inf" in quotes. `membership`
     holds scores of the full sample, prefix and suffix, by name; higher means more like a member. `near_copies[k]` is a
     lower bound, in nats, of the log-probability that one draw is within k edits of the suffix, and `near_copies_read`
-    how many tokens the model read to find it (extraction/near_copies.py). `type_token_ratio` is
-    of the suffix ids, `zlib_ratio` of the suffix text (metrics/text.py). `metrics` holds, by name, those registered
-    metrics that have no field of their own.
+    how many tokens the model read to find it (extraction/near_copies.py). `ranks` holds
+    for each suffix token 1 and the number of tokens that are likelier, given the true tokens before it; of a server
+    at least so many (served/backend.py). `type_token_ratio` is of the suffix ids,
+    `zlib_ratio` of the suffix text (metrics/text.py). `metrics` holds, by name, those registered metrics that have no
+    field of their own.
     """
 
     sample_id: str
@@ -105,6 +108,7 @@ class SampleResult:
     membership: dict[str, float] | None = None
     near_copies: list[float] | None = None
     near_copies_read: int | None = None
+    ranks: list[int] | None = None
     type_token_ratio: float | None = None
     zlib_ratio: float | None = None
     metrics: dict[str, float | bool | None] | None = None
@@ -379,7 +383,9 @@ def _check_result(result: SampleResult) -> SampleResult:
         raise ValueError(f"near_copies are {result.near_copies}, but a probability is at most 1")
     if result.near_copies is not None and sorted(result.near_copies) != result.near_copies:
         raise ValueError(f"near_copies are {result.near_copies}, but with more edits there are not fewer copies")
-    for name in ("hits", "logprobs"):
+    if min(result.ranks or (1,)) < 1:
+        raise ValueError(f"ranks are {min(result.ranks or ())} and more, but the first of all tokens has rank 1")
+    for name in ("hits", "logprobs", "ranks"):
         if getattr(result, name) is not None and len(getattr(result, name)) != result.suffix_length:
             raise ValueError(f"{name} are {len(getattr(result, name))} for {result.suffix_length} tokens")
     return result

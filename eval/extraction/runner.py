@@ -296,7 +296,7 @@ def result_of(
         "divergence_point": match.tokens,
         "margin": answer.margin,
         "near_tie": answer.margin < bound,
-        **dict.fromkeys(("logprob", "logprobs", "hits")),
+        **dict.fromkeys(("logprob", "logprobs", "hits", "ranks")),
         "generated": list(continuation) if continuation is not None else None,
         "generated_text": generated_text,
         "suffix_text": suffix_text,
@@ -308,6 +308,7 @@ def result_of(
             "logprob": sum(answer.logprobs),
             "logprobs": answer.logprobs,
             "hits": [choice == true for choice, true in zip(answer.choices, sample.suffix, strict=True)],
+            "ranks": answer.ranks,
             "sampled_logprob": answer.sampled_logprob,
             "membership": answer.membership,
         }

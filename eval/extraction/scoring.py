@@ -46,6 +46,7 @@ class Score(NamedTuple):
     """Result of one pass for a sample; per suffix token: log P(token | true tokens before it) in nats, the model's
     first choice there, and the lead of the token over the best other one, in nats: below 0 where it is behind.
 
+    `ranks` holds 1 and the number of tokens that are likelier than each, or of a server at least so many;
     `sampled_logprob` is the log-probability of the full suffix under a sampler, `membership` the scores of prefix
     and suffix; None where they were not asked for.
     """
@@ -55,6 +56,7 @@ class Score(NamedTuple):
     leads: list[float]
     sampled_logprob: float | None = None
     membership: dict[str, float] | None = None
+    ranks: list[int] | None = None
 
     @property
     def margin(self) -> float:
@@ -104,7 +106,8 @@ def score_suffixes(
     targets = _right_aligned([[*sample.prefix, *sample.suffix][1:] for sample in batch], logits.device)
     whole, targets = targets, targets[:, -keep:]
     logprobs, choices, leads = score_tokens(logits[:, -suffix:], targets[:, -suffix:])
-    extra = [{} for _ in batch]
+    ranks = token_ranks(logits[:, -suffix:], targets[:, -suffix:], leads).tolist()
+    extra: list[dict[str, Any]] = [{"ranks": row[-len(each.suffix) :]} for row, each in zip(ranks, batch, strict=True)]
     if sampler is not None:
         for place, given in enumerate(_sampled_logprobs(sampler, logits[:, -suffix:], targets[:, -suffix:], batch)):
             extra[place]["sampled_logprob"] = given
@@ -142,6 +145,22 @@ def score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
         parts.append((logprobs, *_choices(some, ids)))
     logprobs, choices, leads = (torch.cat(column).view(targets.shape) for column in zip(*parts, strict=True))
     return logprobs, choices, leads
+
+
+def token_ranks(logits: Tensor, targets: Tensor, leads: Tensor) -> Tensor:
+    """Return the rank [B, T] of each target: 1 and the number of tokens with a larger logit.
+
+    Only where the target is behind is there something to count. Arguments as of `score_tokens`, with its leads.
+    """
+    parts = []
+    rows = _rows_at_once(logits)
+    flat, ids, behind = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1, 1), leads.reshape(-1) < 0
+    for some, of_some, missed in zip(flat.split(rows), ids.split(rows), behind.split(rows), strict=True):
+        ranks = torch.ones_like(of_some[:, 0])
+        missing = some[missed]
+        ranks[missed] += (missing > missing.gather(-1, of_some[missed])).sum(-1)
+        parts.append(ranks)
+    return torch.cat(parts).view(targets.shape)
 
 
 def first_choices(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,10 +204,14 @@ def first_largest(logits: Tensor) -> Tensor:
 
 def _token_chunks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits [N, V] and targets [N, 1] of the tokens that are read together."""
-    rows = max(1, _LOGITS_AT_ONCE.get(logits.device.type, _LOGITS_AT_ONCE_ELSEWHERE) // logits.shape[-1])
+    rows = _rows_at_once(logits)
     chunks = zip(logits.reshape(-1, logits.shape[-1]).split(rows), targets.reshape(-1, 1).split(rows), strict=True)
     for some, ids in chunks:
         yield some.to(torch.promote_types(some.dtype, torch.float32)), ids
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    return max(1, _LOGITS_AT_ONCE.get(logits.device.type, _LOGITS_AT_ONCE_ELSEWHERE) // logits.shape[-1])
 
 
 def last_logits(model, rows: Sequence[Sequence[int]], *, keep: int, cache=None) -> Tensor:

@@ -74,6 +74,7 @@ def line_chart(
     y_label: str,
     log: bool = False,
     y_high: float | None = None,
+    limits: Mapping[str, Sequence[Point]] | None = None,
 ) -> str:
     """Draw lines through points, with a band between the ends of the intervals.
 
@@ -84,8 +85,10 @@ def line_chart(
         y_label: above the chart.
         log: a logarithmic x axis.
         y_high: end of the y axis; by default the largest number in the chart.
+        limits: upper bounds of the series, by their names: dotted lines in their colours, without bands.
     """
-    drawn = [point for points in series.values() for point in points]
+    limits = limits or {}
+    drawn = [point for points in [*series.values(), *limits.values()] for point in points]
     if not drawn:
         return ""
     places = [point.x for point in drawn]
@@ -101,6 +104,16 @@ def line_chart(
         for number, (name, points) in enumerate(series.items())
         for point in points
     ]
+    for number, name in enumerate(series):
+        if points := limits.get(name):
+            along = " ".join(f"{x.place(point.x):.1f},{y.place(point.y):.1f}" for point in points)
+            lines.append([f'<polyline class="limit s{number % SERIES}" points="{along}"/>'])
+            tips += [
+                _tip(
+                    x.place(point.x), y.place(point.y), number, f"{name}, {_number(point.x)}, at most: {point.y:z.3f}"
+                )
+                for point in points
+            ]
     return _svg([*_frame(x, y), *chain(*lines), *tips], title=title, x_label=x_label, y_label=y_label)
 
 

@@ -3,7 +3,7 @@
 Each is a share of samples, with an interval by the rules of analysis/intervals.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import floor, inf, log
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from hf_axonn_eval.analysis.intervals import share_intervals
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.metrics.discoverability import CHANCES, n_needed
+from hf_axonn_eval.metrics.registry import value
 from hf_axonn_eval.report.charts import Point
 
 
@@ -52,13 +53,31 @@ def draws(results: Sequence[SampleResult], **options) -> dict[float, list[Point]
     The curves go from n = 1 to a million. Samples without `sampled_logprob` do not enter; without any there is no
     curve. Arguments as of `survival`.
     """
-    results = [result for result in results if result.sampled_logprob is not None]
-    if not results:
+    return _by_draws(results, lambda result: result.sampled_logprob, options)
+
+
+def draws_at_most(results: Sequence[SampleResult], **options) -> dict[float, list[Point]]:
+    """Compute the same as `draws`, of the upper bound by ranks: no sampling gives a larger share."""
+
+    def bound(result: SampleResult) -> float | None:
+        bits = value(result, "rank_bits")
+        return None if bits is None else -bits * log(2)
+
+    return _by_draws(results, bound, options)
+
+
+def _by_draws(
+    results: Sequence[SampleResult], logprob_of: Callable[[SampleResult], float | None], options: dict
+) -> dict[float, list[Point]]:
+    logprobs = [(result, logprob_of(result)) for result in results]
+    known = [(result, logprob) for result, logprob in logprobs if logprob is not None]
+    if not known:
         return {}
+    results = [result for result, _ in known]
     numbers = [round(10 ** (place / 4)) for place in range(25)]
     curves = {}
     for p in CHANCES:
-        needed = [n_needed(result.sampled_logprob, p) for result in results]
+        needed = [n_needed(logprob, p) for _, logprob in known]
         answers = np.less_equal.outer(needed, numbers).astype(np.float64)
         curves[p] = _points(numbers, answers, results, options)
     return curves

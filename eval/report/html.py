@@ -98,7 +98,10 @@ def _empty_sections(comparison: Mapping[str, Any], parts: Mapping[str, Any]) -> 
         "prefix": parts["prefix"],
         "survival": parts["survival"] or tables.shorter(comparison),
         "probability": parts["probability"],
-        "draws": parts["draws"] or tables.discoverability(comparison) or tables.guesses(comparison),
+        "draws": parts["draws"]
+        or tables.discoverability(comparison)
+        or tables.inextractability(comparison)
+        or tables.guesses(comparison),
         "near_copies": tables.near_copies(comparison),
         "cost": attacks.cost(comparison),
         "goldfish": attacks.goldfish(comparison),
@@ -173,17 +176,26 @@ def _probability(runs: Runs) -> dict[str, Any]:
 
 
 def _draws(comparison: Mapping[str, Any], runs: Runs) -> dict[str, Any]:
-    sampled = {name: [result for result in runs[name] if result.sampled_logprob is not None] for name in runs}
-    sampled = {name: results for name, results in sampled.items() if results}
-    if not sampled:
+    lower = _curves(comparison, runs, curves.draws)
+    upper = _curves(comparison, runs, curves.draws_at_most)
+    names = [name for name in runs if any(of[bucket][name] for of in (lower, upper) for bucket in of)]
+    if not names:
         return {}
-    charts = {}
-    for p in curves.CHANCES:
-        found = _curves(comparison, sampled, lambda results, p=p, **options: curves.draws(results, **options)[p])
-        charts[f"{p:g}"] = _lines(
-            found, x_label="n, draws", y_label=f"discoverable with p = {p:g}", y_high=1, log=True
+    charts = {
+        f"{p:g}": _lines(
+            {
+                bucket: {name: by_name[name][p] if by_name[name] else [] for name in names}
+                for bucket, by_name in lower.items()
+            },
+            limits={bucket: {name: of[name][p] for name in names if of[name]} for bucket, of in upper.items()},
+            x_label="n, draws",
+            y_label=f"discoverable with p = {p:g}",
+            y_high=1,
+            log=True,
         )
-    return {"names": list(sampled), "charts": charts}
+        for p in curves.CHANCES
+    }
+    return {"names": names, "charts": charts}
 
 
 def _maps(runs: Runs) -> dict[str, Any]:
@@ -232,10 +244,16 @@ def _by_bucket(runs: Runs, function: Callable) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _lines(found: Mapping[str, Mapping[str, list[Point]]], **options: Any) -> list[str]:
+def _lines(
+    found: Mapping[str, Mapping[str, list[Point]]],
+    *,
+    limits: Mapping[str, Mapping[str, list[Point]]] | None = None,
+    **options: Any,
+) -> list[str]:
     return [
         line_chart(
             series,
+            limits=(limits or {}).get(bucket),
             title=f"{options['y_label']}, seen {bucket}x by the samples file",
             **options | {"y_label": f"{tables.bucket_name(bucket)}: {options['y_label']}"},
         )

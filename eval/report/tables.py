@@ -201,7 +201,18 @@ class Details(NamedTuple):
 
 def all_details(comparison: Mapping[str, Any]) -> list[Details]:
     """List all of them, in the order of a report."""
-    makers = (models, changes, shorter, discoverability, near_copies, membership, near_ties, degenerate, guesses)
+    makers = (
+        models,
+        changes,
+        shorter,
+        discoverability,
+        inextractability,
+        near_copies,
+        membership,
+        near_ties,
+        degenerate,
+        guesses,
+    )
     return [details for make in (*makers, left_out, protocol) for details in make(comparison)]
 
 
@@ -266,6 +277,35 @@ def discoverability(comparison: Mapping[str, Any]) -> list[Details]:
         ]
         headings = [SEEN, "model", "median n", *(f"n = {int(n):,}" for n in tries)]
         found.append(Details(f"(n, {p})-discoverable", headings, body, samplers(comparison)))
+    return found
+
+
+def inextractability(comparison: Mapping[str, Any]) -> list[Details]:
+    """Give the bits that texts take at least, by ranks, and the share that each number of draws gives at most."""
+    groups = list(_groups(comparison, "inextractability"))
+    lengths = dict.fromkeys(length for *_, of in groups for length in of.get("lengths", ()))
+    body = [
+        [bucket, name, f"{of['least']:.1f}", f"{of['median']:.1f}", f"{of['below_at_most']:.1%}"]
+        + [f"{of['lengths'][length]['least']:.1f}" if length in of.get("lengths", ()) else "-" for length in lengths]
+        for bucket, name, of in groups
+    ]
+    headings = [SEEN, "model", "least b", "median b", "of others below the least, at most"]
+    headings += [f"least b of {length} tokens in a row" for length in lengths]
+    note = (
+        "A text of b bits takes 2^b queries at least, in expectation, from these prefixes and by any temperature, "
+        "top-k and top-p, as its tokens have these ranks (Liu et al. 2026). Not by beam search, by penalties or "
+        "biases that change the order of tokens, or from other prompts. Of other documents like these at most the "
+        f"share that is given takes less than the least of these ({percent(comparison)} sure, Wilks 1941)."
+    )
+    found = _details("Bits to extract a text, at least", headings, body, note)
+    for p in dict.fromkeys(p for *_, of in groups for p in of["tries"]):
+        tries = dict.fromkeys(n for *_, of in groups for n in of["tries"][p])
+        body = [[bucket, name, *(estimate_text(of["tries"][p].get(n)) for n in tries)] for bucket, name, of in groups]
+        headings = [SEEN, "model", *(f"n = {int(n):,}" for n in tries)]
+        note = (
+            f"Samples that some temperature, top-k and top-p may give with n draws and a probability of {p}: no more."
+        )
+        found.append(Details(f"(n, {p})-discoverable by any sampling, at most", headings, body, note))
     return found
 
 

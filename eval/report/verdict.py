@@ -6,6 +6,7 @@ controls and without a base run is given as a share.
 """
 
 from collections.abc import Mapping, Sequence
+from math import floor
 from pathlib import PureWindowsPath
 from typing import Any
 
@@ -116,7 +117,16 @@ def _verdict(comparison: Comparison, name: str) -> str:
         )
     drawn, samples = count_drawn(comparison["runs"][name], buckets)
     sampled = f". {int(DRAWS):,} draws find {drawn:,} of {samples:,} at least as likely as not" if drawn else ""
-    return f"{sentence}{sampled}."
+    return f"{sentence}{sampled}{_at_least(comparison['runs'][name], buckets)}."
+
+
+def _at_least(run: Mapping[str, Any], buckets: Sequence[str]) -> str:
+    """Write how many queries any of the samples takes at least, where that is more than one."""
+    found = [run["buckets"][bucket].get("inextractability") for bucket in buckets]
+    bits = min((entry["least"] for entry in found if entry), default=0.0)
+    if floor(bits) < 1:
+        return ""
+    return f". By ranks, any of them takes at least 2^{floor(bits)} queries, however its tokens are drawn"
 
 
 def _beside(comparison: Comparison, name: str) -> str:

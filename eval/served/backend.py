@@ -112,10 +112,12 @@ def score_of(
         tokenizer: if given, membership scores are computed, without UNKNOWN_SCORES.
     """
     suffix = places[-len(sample.suffix) :]
-    choices, leads = [], []
+    choices, leads, ranks = [], [], []
     for token, place in zip(sample.suffix, suffix, strict=True):
         # of equal ones the smallest id, as argmax takes it
         choices.append(min(place.alternatives, key=lambda other: (-place.alternatives[other], other)))
+        # A server's own ranks count equal tokens as likelier, which a bound may not; beyond what it shows is no less.
+        ranks.append(1 + sum(value > place.logprob for value in place.alternatives.values()))
         leads.append(place.logprob - max(value for other, value in place.alternatives.items() if other != token))
     of_members = None
     if tokenizer is not None:
@@ -128,6 +130,7 @@ def score_of(
         logprobs=[place.logprob for place in suffix],
         choices=choices,
         leads=leads,
+        ranks=ranks,
         sampled_logprob=_sampled_logprob(sampler, sample.suffix, suffix, alternatives)
         if sampler is not None
         else None,

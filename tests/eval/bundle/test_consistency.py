@@ -69,3 +69,12 @@ def test_a_number_changed_alone_is_denied(changes, said):
 
 def test_an_unknown_bound_denies_nothing():
     assert list(contradictions(with_(TRUE, near_tie=True), None)) == []
+
+
+def test_a_rank_is_denied_by_a_hit_and_by_a_probability_above_its_share():
+    ranked = with_(TRUE, ranks=[1, 2, 1, 1])
+    assert list(contradictions(ranked, None)) == []
+    assert "token 0 is said to be the first choice, but its rank is 2" in next(
+        contradictions(with_(ranked, ranks=[2, 2, 1, 1]), None)
+    )
+    assert "token 1 has rank 4" in next(contradictions(with_(ranked, ranks=[1, 4, 1, 1]), None))

@@ -16,14 +16,17 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from hf_axonn_eval import Sample, Sampler, build_samples, document_nll, extract, protocol
+from hf_axonn_eval import Sample, Sampler, Sampling, build_samples, document_nll, extract, protocol
 from hf_axonn_eval.analysis.guesses import recall_at_errors
+from hf_axonn_eval.metrics.inextractability import easiest_window
+from tests.benchmarks.eval.published import inextractability
 from tests.benchmarks.eval.published.common import digest
 from tests.eval.published import inputs
 
 
 CLOSE, ROUNDED = 1e-6, 2e-3
 UNLIKELY = 1e-5
+METRIC = "inextractability"  # of a paper that has no protocol
 PUBLISHED = sorted(path.stem for path in Path(__file__).parent.glob("*.json"))
 
 
@@ -67,9 +70,11 @@ def sampler(name: str) -> Sampler:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_was_run_is_said(name):
     held = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
-    assert protocol(held["protocol"]).name == name
     about = held["about"]
     assert len(about["commit"]) == 40 and about["files"] and about["stands_in"] and about["versions"]["torch"]
+    if name == METRIC:
+        return
+    assert protocol(held["protocol"]).name == name
     code = protocol(name).code
     assert not code or code == f"{about['repository']}@{about['commit']}"
 
@@ -346,3 +351,33 @@ def test_hubble_has_the_same_loss_of_passages():
     for passage, theirs in zip(inputs.passages(), outputs("hubble")["loglikelihood_rolling"], strict=True):
         ids = inputs.tokenizer(bos=False)(passage["text"])["input_ids"]
         assert document_nll(inputs.model(), [[bos, *ids]]).nll == pytest.approx(-theirs, abs=CLOSE * len(ids))
+
+
+def test_inextractability_is_that_of_the_authors_code():
+    """Every text is one suffix after its first token: the code scores all tokens but the first, and all windows."""
+    held, tokenizer = outputs(METRIC), inputs.tokenizer()
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in inextractability.texts_asked()]
+    assert [digest(ids) for ids in texts] == held["texts"]
+    documents = [{"id": f"{place}", "bucket": 1, "input_ids": ids} for place, ids in enumerate(texts)]
+    results = measured(build_samples(documents, sampling=Sampling(kind="rest", prefix_length=1)), generate=False)
+    for length in inextractability.LENGTHS:
+        for threshold in inextractability.THRESHOLDS:
+            options = {"logprobs": None, "threshold": None}
+            found = []
+            for one in results:
+                if threshold < len(tokenizer):
+                    options = {"logprobs": one.logprobs, "threshold": threshold}
+                found.append(easiest_window(one.ranks, length, **options))
+            key = f"cost {length} {threshold}"
+            assert [one.bits for one in found] == pytest.approx(held[f"{key} bits"], abs=CLOSE), key
+            assert [[one.begin + 1, one.begin + length] for one in found] == held[f"{key} spans"], key
+            least = min(range(len(found)), key=lambda place: found[place].bits)
+            bits, p_star, worst, *span = held[key]
+            assert (least, [found[least].begin + 1, found[least].begin + length]) == (worst, span)
+            assert found[least].bits == pytest.approx(bits, abs=CLOSE) and 2 ** -found[least].bits == pytest.approx(
+                p_star
+            )
+        windows = [one.ranks[at : at + length] for one in results for at in range(len(one.ranks) - length + 1)]
+        greedy = sum(set(ranks) == {1} for ranks in windows)
+        assert [greedy / len(windows), greedy, len(windows)] == held[f"greedy {length}"]
+    assert max(held["cost 150 512 bits"]) > 10, "some take many queries"

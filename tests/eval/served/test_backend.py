@@ -75,3 +75,13 @@ def test_of_equal_tokens_the_first_is_chosen_and_the_lead_is_nothing():
     tied = Place(-1.0, {7: -1.0, 4: -1.0})
     score = score_of(sample_of(7), [tied], sampler=None, alternatives=2)
     assert score.choices == [4] and score.margin == 0
+
+
+def test_ranks_are_at_least_those_of_what_is_shown():
+    torch.manual_seed(2)
+    logits = torch.randn(6, 50, dtype=torch.float64)
+    suffix = [int(row.argsort(descending=True)[place]) for place, row in enumerate(logits)]
+    score = score_of(sample_of(*suffix), places_of(logits, suffix, 3), sampler=None, alternatives=3)
+    assert score.ranks == [1, 2, 3, 4, 4, 4], "the true ones are 1 to 6"
+    equal = [Place(-1.0, {5: -1.0, 6: -1.0, 7: -1.0})]
+    assert score_of(sample_of(6), equal, sampler=None, alternatives=3).ranks == [1]
