@@ -9,6 +9,7 @@ from hf_axonn_eval.analysis.intervals import clopper_pearson as clopper_pearson
 from hf_axonn_eval.analysis.intervals import mcnemar as mcnemar
 from hf_axonn_eval.analysis.membership_attack import auc as auc
 from hf_axonn_eval.analysis.membership_attack import tpr_at_fpr as tpr_at_fpr
+from hf_axonn_eval.analysis.proxy import split_by_proxy as split_by_proxy
 from hf_axonn_eval.analysis.summary import compare as compare
 from hf_axonn_eval.analysis.summary import summarize as summarize
 from hf_axonn_eval.bundle.pack import write_bundle as write_bundle

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hf_axonn_eval.bundle import numbers
-from hf_axonn_eval.bundle.anonymous import Anonymous
+from hf_axonn_eval.bundle.anonymous import UNKNOWN, Anonymous
 from hf_axonn_eval.bundle.archive import unpack
 from hf_axonn_eval.bundle.checks import Check, check_cases, join_cases
 from hf_axonn_eval.bundle.consistency import contradictions
@@ -24,6 +24,8 @@ from hf_axonn_eval.bundle.origin import origin
 from hf_axonn_eval.bundle.pack import ABOUT, SAMPLES
 from hf_axonn_eval.bundle.rerun import Again, rerun, widest_bound
 from hf_axonn_eval.bundle.signature import check_signature
+from hf_axonn_eval.data.access import TEXT, TOP_K_LOGITS, WEIGHTS, access_of
+from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample, SampleFile, samples_digest
 from hf_axonn_eval.extraction.work_split import WorkSplit
 
@@ -98,6 +100,7 @@ def _check_results(read: Bundle) -> list[Check]:
                 wrong.append(f"{label}: its document is another one in {SAMPLES}")
             wrong += [f"{label}: {case}" for case in contradictions(result, _bound(read, name, entry))]
         wrong += _wide_bounds(read.records[name])
+        wrong += _wrong_access(read.records[name], results)
         if len(results) != len(read.samples):
             wrong.append(f"{len(results)} results of {len(read.samples)} samples")
         finding = f"{len(results):,} samples; what their numbers say twice, they say alike"
@@ -172,6 +175,20 @@ def _wide_bounds(record: Mapping[str, Any]) -> list[str]:
     bounds = [each.get("near_tie_below") for each in settings if isinstance(each, dict)]
     wide = [bound for bound in bounds if bound is not None and not (isinstance(bound, float) and 0 < bound <= allowed)]
     return [f"near_tie_below is {bound!r}, and that of {dtype} at most {allowed:g}" for bound in dict.fromkeys(wide)]
+
+
+def _wrong_access(record: Mapping[str, Any], results: Sequence[SampleResult]) -> list[str]:
+    """List what a run has that its level of access does not give."""
+    level = access_of(record)
+    unknown = str(record["identity"]["model_fingerprint"]).startswith(UNKNOWN)
+    wrong = []
+    if unknown != (level != WEIGHTS):
+        wrong.append(f"the level of access is {level}, and the fingerprint is {'unknown' if unknown else 'known'}")
+    if level in (TEXT, TOP_K_LOGITS) and any("min_k_plus_plus" in (one.membership or {}) for one in results):
+        wrong.append(f"the level of access is {level}, and there is Min-K%++, which needs all logits")
+    if level == TEXT and any(one.logprobs is not None for one in results):
+        wrong.append(f"the level of access is {level}, and there are log-probabilities")
+    return wrong
 
 
 def _check_samples(read: Bundle, samples: Sequence[Sample], path: str, key: Key) -> tuple[Check, dict[str, int]]:

@@ -50,6 +50,11 @@ def add(commands) -> None:
     near = "also a lower bound of the chance of near copies, by a search: edits=5,beams=20"
     add("--near_copies", metavar="SETTINGS", help=near)
     add("--membership", action="store_true", help="also membership scores: loss, zlib, Min-K%%, Min-K%%++")
+    add(
+        "--proxy",
+        reads="model",
+        help="also ask this small model, to tell what anyone would guess from what is memorized",
+    )
     add("--confidence")
 
 
@@ -72,6 +77,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.server is not None:
         _check_server(arguments, options)
     _announce(arguments, samples, about, options)
+    if arguments.proxy is not None:
+        _ask_proxy(arguments, samples, options)
     if arguments.server is not None:
         _show(_from_server(arguments, samples, options), arguments)
         return
@@ -93,6 +100,33 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if len(results):  # rank 0
         _show(results, arguments)
+
+
+def _ask_proxy(arguments: argparse.Namespace, samples: Any, options: Options) -> None:
+    """Measure the proxy, in full on each process and without decoding, into a run beside the results of the model."""
+    from hf_axonn_eval.data.results import PROXY
+    from hf_axonn_eval.extraction.extract import extract
+    from hf_axonn_eval.extraction.load_model import load_model
+    from hf_axonn_eval.extraction.run import check_tokenizer
+
+    say(f"proxy      {arguments.proxy}")
+    loaded = load_model(
+        arguments.proxy,
+        dtype=arguments.dtype,
+        trust_remote_code=arguments.trust_remote_code,
+        check_tokenizer=lambda tokenizer: check_tokenizer(tokenizer, samples),
+    )
+    extract(
+        loaded.model,
+        loaded.tokenizer,
+        samples,
+        output=Path(arguments.output) / PROXY,
+        model_record=loaded.record,
+        batch_size="auto",
+        generate=False,
+        left_out=options.left_out,
+        confidence=options.confidence,
+    )
 
 
 def _announce(

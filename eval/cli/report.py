@@ -79,6 +79,14 @@ def run_report(arguments: argparse.Namespace) -> None:
         say(path)
 
 
+def _proxies(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read the runs of proxies that `extract --proxy` left in those of models, by the names of the latter."""
+    from hf_axonn_eval.data.results import PROXY, RECORD, read_run
+
+    folders = {name: Path(directory) / PROXY for name, _, directory in (pair.partition("=") for pair in pairs)}
+    return {name: read_run(folder)[1] for name, folder in folders.items() if (folder / RECORD).exists()}
+
+
 def _check_texts(path: str, tokenizer: Any) -> None:
     """Raise ValueError if the samples are known to be of another tokenizer: the page would show other words."""
     from hf_axonn_eval.data.samples import read_about
@@ -104,12 +112,15 @@ def _attacks(
     from hf_axonn_eval.analysis.attack_cost import attack_cost
     from hf_axonn_eval.analysis.coverage import book_coverage, books
     from hf_axonn_eval.analysis.goldfish_tokens import goldfish_tokens, token_masks
+    from hf_axonn_eval.analysis.proxy import split_by_proxy
 
     budgets = {"queries": arguments.budget_queries, "tokens": arguments.budget_tokens}
     costs = {name: attack_cost(results, **budgets, confidence=arguments.confidence) for name, results in runs.items()}
     if any(budgets.values()) and not any(costs.values()):
         raise ValueError("--budget_queries and --budget_tokens need the chance of a draw: extract with --sampler.")
     found: dict[str, Any] = {"attack_cost": costs}
+    if proxies := _proxies(arguments.runs):
+        found["proxy"] = split_by_proxy(runs, proxies, confidence=arguments.confidence)
     if goldfish:
         masks = token_masks(samples, **goldfish)
         found["goldfish_tokens"] = goldfish_tokens(runs, masks, confidence=arguments.confidence)

@@ -19,6 +19,7 @@ from hf_axonn_eval.data.jsonl import LARGE, LineFile, made_of, quote_infinity, w
 
 
 RECORD, RESULTS, SUMMARY = "run.json", "results.jsonl", "summary.json"
+PROXY = "proxy"  # directory in that of a run, itself one: a small model asked the same samples
 MEASURED = (  # fields of a result that are not metrics; what metrics are computed from
     "sample_id",
     "document_id",

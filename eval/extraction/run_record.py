@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hf_axonn import parallel_state
+from hf_axonn_eval.data.access import WEIGHTS
 
 
 _PACKAGES = (
@@ -46,7 +47,7 @@ def describe_model(model, model_record: Mapping[str, Any], settings: dict[str, A
             "dtype": dtype,
             "attn_implementation": getattr(model.config, "_attn_implementation", None),
         },
-        "access": "weights",
+        "access": WEIGHTS,
         "model": dict(model_record),
         "vocabulary": model.config.get_text_config().vocab_size,
         "tokenizer": {},

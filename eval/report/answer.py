@@ -30,7 +30,7 @@ def answer(comparison: Comparison) -> list[str]:
     seen = [bucket for bucket in tables.buckets(comparison) if bucket != "0"]
     largest = max(seen, key=int, default="0")
     own = _came_back(comparison, seen, largest), _how_sure(comparison, largest), _left_out(comparison)
-    return [_questions(comparison, seen), *own, training.sentence(comparison)]
+    return [_questions(comparison, seen), *own, training.sentence(comparison), *_leaks(comparison)]
 
 
 def _questions(comparison: Comparison, seen: Sequence[str]) -> str:
@@ -103,6 +103,23 @@ def _left_out(comparison: Comparison) -> str:
     decoded = counts["not_round_trip"]
     changed = f"; the tokenizer does not give back {count(decoded, 'document')} unchanged" if decoded else ""
     return f"When the samples were made of {count(counts['documents'], 'document')}, {left_out}{changed}."
+
+
+def _leaks(comparison: Comparison) -> list[str]:
+    """Name the scores whose AUC is below one half, of each run the one that is furthest."""
+    sentences = []
+    for name, run in comparison["runs"].items():
+        found = {score: one for score, one in run["all"].get("membership", {}).items() if tables.leaks(one)}
+        if found:
+            score = min(found, key=lambda one: found[one]["auc"]["value"])
+            area = found[score]["auc"]
+            sentences.append(
+                f"{name} leaks membership the other way round: the AUC of {tables.ATTACKS.get(score, score)} is "
+                f"{area['value']:.3f}{tables.ends_text(area)}, so controls look more like members than what was "
+                f"seen, and whoever turns the score round tells them apart with {1 - area['value']:.3f}. Controls of "
+                "another kind may do this, and so may training against memorization."
+            )
+    return sentences
 
 
 def _shares(comparison: Comparison, bucket: str) -> dict[str, str]:

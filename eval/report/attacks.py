@@ -177,9 +177,23 @@ def cost(comparison: Comparison) -> list[Details]:
     return found
 
 
+def proxy(comparison: Comparison) -> list[Details]:
+    """Give what came back verbatim by whether a proxy, a small model that never saw the texts, gives it too."""
+    body = [
+        [bucket_name(bucket) if bucket.isdecimal() else bucket, name]
+        + [estimate_text(of.get(key)) for key in ("verbatim", "memorized", "predictable", "gap")]
+        for name, groups in (comparison.get("proxy") or {}).items()
+        for bucket, of in groups.items()
+    ]
+    headings = [SEEN, "model", "verbatim", "memorized: not from the proxy", "predictable: from both"]
+    headings.append("likelier than to the proxy, nats per token")
+    note = "The proxy is a small model that was asked the same samples (extract --proxy)."
+    return [Details("Memorized or predictable, by a proxy", headings, body, note)] if body else []
+
+
 def all_attacks(comparison: Comparison) -> list[Details]:
     """List all of them that a comparison has, in the order of a report."""
-    return [details for make in (coverage, goldfish, cost) for details in make(comparison)]
+    return [details for make in (coverage, goldfish, cost, proxy) for details in make(comparison)]
 
 
 def _most_covered(runs: Mapping[str, Mapping[str, Any]], threshold: str) -> list[str]:

@@ -16,13 +16,13 @@ from hf_axonn_eval.analysis.coverage import Book
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.visible import PAGE, visible
-from hf_axonn_eval.report import attacks, curves, maps, tables, verdict
+from hf_axonn_eval.report import access, attacks, curves, maps, tables, verdict
 from hf_axonn_eval.report.answer import answer
 from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, line_chart
 from hf_axonn_eval.report.texts import text_examples
 
 
-PLOTTED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy")
+PLOTTED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy", "extraction_strength")
 MOST_MAPS = 30
 
 Runs = Mapping[str, Sequence[SampleResult]]
@@ -52,8 +52,9 @@ def html_page(
     """Render the page.
 
     Args:
-        comparison: what `compare` returned; with entries `attack_cost`, `goldfish_tokens` and `coverage` (what the
-            functions of these names, and `book_coverage`, return) the page has sections of them.
+        comparison: what `compare` returned; with entries `attack_cost`, `goldfish_tokens`, `coverage` and `proxy`
+            (what the functions of these names, `book_coverage` and `split_by_proxy` return) the page has sections of
+            them.
         runs: the results it was made of, by name: for the curves, the maps and the texts.
         samples: what was asked: for the prefixes.
         tokenizer: to show the prefixes, and to mark what agrees token by token.
@@ -84,6 +85,7 @@ def html_page(
         has_results=bool(numbers),
         bucket_charts=_bucket_charts(comparison),
         attacks=attacks,
+        access=access,
         has_prefixes=bool(samples) and tokenizer is not None,
         **parts,
     )
@@ -107,7 +109,7 @@ def _empty_sections(comparison: Mapping[str, Any], parts: Mapping[str, Any]) -> 
         "goldfish": attacks.goldfish(comparison),
         "membership": tables.membership(comparison),
         "undecided": tables.near_ties(comparison),
-        "degenerate": tables.degenerate(comparison),
+        "degenerate": tables.degenerate(comparison) or attacks.proxy(comparison),
         "left_out": tables.left_out(comparison),
         "coverage": parts["books"] or attacks.coverage(comparison),
         "maps": parts["maps"],

@@ -5,6 +5,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from hf_axonn_eval.analysis.estimates import LIKELY
+from hf_axonn_eval.data.access import access_of
 from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.metrics.bleu import NEAR_BLEU
 from hf_axonn_eval.metrics.registry import METRICS
@@ -110,7 +111,7 @@ def provenance(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "grid": str(run["grid"] or "none"),
             "device": ", ".join(str(value) for value in run["device"].values() if value),
             "protocol": protocols.standing({"runs": {name: summary}}),
-            "level of access": training.access(run),
+            "level of access": access_of(run),
             "tokenizer": _tokenizer(run.get("tokenizer") or {}),
             "settings": settings({key: value for key, value in run.get("settings", {}).items() if key not in APART}),
             "versions": settings(run["versions"]),
@@ -218,7 +219,7 @@ def all_details(comparison: Mapping[str, Any]) -> list[Details]:
 
 def models(comparison: Mapping[str, Any]) -> list[Details]:
     """List how the models were reached, and what they were trained on by the record beside their weights."""
-    note = "The level of access is what this measurement had; others, such as texts alone, may show less."
+    note = "The level of access is what this measurement had."
     found = _details("Models", *training.models(comparison), note)
     note = (
         "training_record.json, which hf_axonn's trainers write beside the weights; nobody else has checked it. "
@@ -346,16 +347,25 @@ def membership(comparison: Mapping[str, Any]) -> list[Details]:
     for bucket, name, attacks in _groups(comparison, "membership"):
         for score, attack in attacks.items():
             rates = [key for key in attack if key.startswith("tpr_at_")]
-            cells = [f"{attack['members']}, {attack['controls']}", *(_value(attack[key]) for key in ("auc", *rates))]
+            area = _value(attack["auc"]) + (
+                f", turned round {1 - attack['auc']['value']:.3f}" if leaks(attack) else ""
+            )
+            cells = [f"{attack['members']}, {attack['controls']}", area, *(_value(attack[key]) for key in rates)]
             body.append([bucket, name, ATTACKS.get(score, score), *cells])
     headings = [SEEN, "model", "score", "members, controls", "AUC"]
     headings += [f"TPR at {float(rate.removeprefix('tpr_at_')):.1%} FPR" for rate in rates]
     note = (
-        "AUC 0.5 is chance. A TPR is given from 10 / FPR independent controls on, with the interval of the FPR at its "
-        "threshold. The reference score, mean log-probability of a token minus the base's, is over the "
+        "AUC 0.5 is chance. One whose interval is below 0.5 is a leak as well: turned round, the score finds members. "
+        "A TPR is given from 10 / FPR independent controls on, with the interval of the FPR at its threshold. The "
+        "reference score, mean log-probability of a token minus the base's, is over the "
         f"{comparison.get('reference_over', 'sample')}."
     )
     return _details("Membership inference against bucket 0", headings, body, note)
+
+
+def leaks(attack: Mapping[str, Any]) -> bool:
+    """Return whether an AUC is below one half: controls look more like members than members do."""
+    return attack["auc"]["high"] is not None and attack["auc"]["high"] < 0.5
 
 
 def near_ties(comparison: Mapping[str, Any]) -> list[Details]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_axonn.goldfish.record import describe_counts, describe_loss, is_record
+from hf_axonn_eval.data.access import access_of
 from hf_axonn_eval.report.words import join_words
 
 
@@ -49,7 +50,7 @@ def models(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         if run is not None:
             tokenizer = (run.get("tokenizer") or {}).get("sha256") or run["identity"].get("tokenizer_sha256")
             path = (run.get("model") or {}).get("path", "a model in memory")
-            cells = [str(path), access(run), _date(run)]
+            cells = [str(path), access_of(run), _date(run)]
             digests = [tokenizer or UNKNOWN, str(run["identity"].get("model_fingerprint", UNKNOWN))]
             digests = [UNKNOWN if digest.startswith(UNKNOWN) else digest[:SHORT] for digest in digests]
             body.append([name, *cells, *digests])
@@ -67,12 +68,6 @@ def records(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             digest = (data.get("rows_sha256") or "")[:SHORT] or f"{UNKNOWN}: {data.get('why', 'no record')}"
             body.append([name, str(number), describe_loss(part), *describe_counts(part), rows, digest])
     return ["model", "part", "loss", "steps", "tokens", "dropped", "rows", "rows, sha256"], body
-
-
-def access(run: Mapping[str, Any]) -> str:
-    """Name the access to the model: its weights, or what a server gives."""
-    served = bool(run["identity"].get("served"))
-    return str(run.get("access") or ("log-probabilities and texts of a server" if served else "weights"))
 
 
 def _all_parts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:

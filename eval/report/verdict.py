@@ -115,9 +115,18 @@ def _verdict(comparison: Comparison, name: str) -> str:
             f"No clear evidence of verbatim memorization by {name}: {some} came back by greedy decoding"
             f"{beside}; no test shows that more came back; {upper}"
         )
+    sentence += _predictable(comparison, name)
     drawn, samples = count_drawn(comparison["runs"][name], buckets)
     sampled = f". {int(DRAWS):,} draws find {drawn:,} of {samples:,} at least as likely as not" if drawn else ""
     return f"{sentence}{sampled}{_at_least(comparison['runs'][name], buckets)}."
+
+
+def _predictable(comparison: Comparison, name: str) -> str:
+    """Write how many of those that came back a proxy gives back as well."""
+    groups = (comparison.get("proxy") or {}).get(name, {})
+    groups = [entry for bucket, entry in groups.items() if bucket.isdecimal() and bucket != "0"]
+    verbatim, also = (sum(entry[key]["count"] for entry in groups) for key in ("verbatim", "predictable"))
+    return f"; {also:,} of these {verbatim:,} come from the proxy too, so they are predictable" if verbatim else ""
 
 
 def _at_least(run: Mapping[str, Any], buckets: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from hf_axonn_eval.data.jsonl import json_text
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.visible import visible
-from hf_axonn_eval.report import maps, tables
+from hf_axonn_eval.report import access, maps, tables
 from hf_axonn_eval.report.answer import answer
 from hf_axonn_eval.report.attacks import all_attacks, passages_csv
 from hf_axonn_eval.report.charts import COLOURS
@@ -92,13 +92,14 @@ def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = N
     for warning in warnings(comparison):
         lines += [f"**Warning:** {plain(warning)}", ""]
     lines += [*(f"- {plain(verdict)}" for verdict in verdicts(comparison)), ""]
-    lines += [f"What this design cannot show: {plain(' '.join(cannot_show(comparison)))}", ""]
+    limits = [*cannot_show(comparison), *access.limits(comparison)]
+    lines += [f"What this design cannot show: {plain(' '.join(limits))}", ""]
     lines += [plain(" ".join(answer(comparison))), ""]
     lines += [*markdown_table(*tables.rows(comparison, columns=columns)), "", tables.caption(comparison), ""]
     if comparison["minus_base"]:
         lines += [f"## Difference from {code(comparison['base'])}, sample by sample", ""]
         lines += [*markdown_table(*tables.difference_rows(comparison, columns=columns)), ""]
-    for found in [*all_details(comparison), *all_attacks(comparison)]:
+    for found in [*all_details(comparison), *access.levels(comparison), *all_attacks(comparison)]:
         lines += [f"## {plain(found.title)}", "", *markdown_table(found.headings, found.rows), ""]
         lines += [plain(found.note), ""] if found.note else []
     facts = tables.provenance(comparison)

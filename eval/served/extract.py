@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_axonn.compat.messages import get_logger
+from hf_axonn_eval.data.access import access_of_server
 from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
@@ -124,7 +125,7 @@ class _Asker(Asker):
                 "dtype": "unknown: the server's",
                 "attn_implementation": None,
             },
-            "access": "log-probabilities and texts of a server",
+            "access": access_of_server(self.alternatives, self.vocabulary),
             "model": {"path": f"{served['name']} at {served['base_url']}", "fingerprint": no_fingerprint, **served},
             "tokenizer": {"server_checked": self.same_ids},
             "settings": {

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from hf_axonn_eval.bundle.consistency import contradictions
+from hf_axonn_eval.bundle.verify import _wrong_access
 from tests.helpers.eval_support import result
 
 
@@ -78,3 +79,20 @@ def test_a_rank_is_denied_by_a_hit_and_by_a_probability_above_its_share():
         contradictions(with_(ranked, ranks=[2, 2, 1, 1]), None)
     )
     assert "token 1 has rank 4" in next(contradictions(with_(ranked, ranks=[1, 4, 1, 1]), None))
+
+
+@pytest.mark.parametrize(
+    ("level", "fingerprint", "said"),
+    [
+        ("weights", "ab" * 32, []),
+        ("top-k logits", "unknown", ["Min-K%++, which needs all logits"]),
+        ("logits", "unknown", []),
+        ("text", "unknown", ["Min-K%++", "there are log-probabilities"]),
+        ("logits", "ab" * 32, ["the fingerprint is known"]),
+        ("weights", "unknown: a server", ["the fingerprint is unknown"]),
+    ],
+)
+def test_a_run_has_no_more_than_its_level_of_access_gives(level, fingerprint, said):
+    record = {"identity": {"model_fingerprint": fingerprint}, "access": level}
+    found = _wrong_access(record, [with_(TRUE, membership={"min_k_plus_plus": -1.0})])
+    assert len(found) == len(said) and all(each in one for each, one in zip(said, found, strict=True))

@@ -158,6 +158,7 @@ def test_a_run_without_a_fingerprint_cannot_be_checked(made, key, run, tmp_path)
     record = json.loads((run / "run.json").read_text())
     record["identity"]["model_fingerprint"] = "unknown: a server does not show its weights"
     record["settings"]["near_tie_below"] = None
+    record["access"] = "logits"
     (run / "run.json").write_text(json.dumps(record))
     write_bundle({"trained": run}, made / "samples.jsonl", tmp_path / "b.tar", key=key)
     again = Again(model=made / "trained")

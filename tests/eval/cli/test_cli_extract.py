@@ -171,3 +171,17 @@ def test_samples_of_another_tokenizer_are_exit_code_2(tmp_path, capsys, caplog):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["tokenizer"]["checked"] is True
     assert main([*asked[:-1], str(tmp_path / "unknown"), "--attn_implementation", "eager"]) == 2
     assert "attn_implementation was 'sdpa' and is 'eager'" in capsys.readouterr().err
+
+
+def test_a_proxy_is_asked_too_and_the_report_finds_it(place, tmp_path, capsys):
+    output = tmp_path / "run"
+    extracted(place, output, "plain", "--proxy", str(place / "model"), "--no_generation")
+    proxy, own = (json.loads((folder / "run.json").read_text()) for folder in (output / "proxy", output))
+    assert proxy["identity"]["generate"] is False and proxy["access"] == "weights"
+    assert proxy["identity"]["samples_sha256"] == own["identity"]["samples_sha256"]
+    extracted(place, output, "plain", "--proxy", str(place / "model"), "--no_generation")  # resumed: nothing is left
+    words = ["--runs", f"m={output}", "--samples", place / "plain.jsonl", "--output", tmp_path / "report"]
+    assert main(["report", *map(str, words)]) == 0
+    summary = json.loads((tmp_path / "report" / "summary.json").read_text())
+    assert summary["proxy"]["m"]["40"]["gap"]["mean"] == 0 and summary["proxy"]["m"]["40"]["verbatim"]["n"] == 4
+    assert "Memorized or predictable, by a proxy" in (tmp_path / "report" / "report.html").read_text()

@@ -150,7 +150,7 @@ def test_every_section_says_what_was_measured(page):
     charts = re.findall(r'<section id="(\w+)">(.*?)</section>', page, re.DOTALL)
     counts = {name: body.count('<figure class="chart">') for name, body in charts}
     assert {name: count for name, count in counts.items() if count} == {
-        "buckets": 3,  # PLOTTED; the first of these opens the page
+        "buckets": 4,  # PLOTTED; the first of these opens the page
         "prefix": 2,  # the others: one for each bucket
         "survival": 2,
         "probability": 2,
@@ -164,7 +164,7 @@ def test_every_table_of_the_comparison_is_on_the_page(everything, page):
     captions = [unescape(caption) for caption in re.findall(r"<table>\s*<caption>(.*?)</caption>", page)]
     titles = [one.title for one in tables.all_details(comparison)]
     assert len(titles) >= 9 and set(titles) <= set(captions)
-    assert page.count("<table>") == len(captions) == len(set(captions)) == len(titles) + 4 and all(captions)
+    assert page.count("<table>") == len(captions) == len(set(captions)) == len(titles) + 5 and all(captions)
     assert page.count("<th") == page.count('<th scope="col">') + page.count('<th scope="row">') + page.count("<thead")
     assert '<tr><th scope="row">0x</th>' in page and '<th scope="row">loss</th>' in page
 
@@ -285,7 +285,7 @@ def test_a_browser_shows_it(page, tmp_path, width):
     seen = json.loads(unquote(re.search('data-out="([^"]*)"', dumped)[1]))
     assert seen["title"].startswith("</dd>") and "owned" in seen["title"] and seen["title"] != "owned"
     assert seen["width"] == width and seen["scroll"] <= width and seen["wide"] == []
-    assert seen["loaded"] == 0 and seen["bars"] == 16 and seen["ground"] != "rgba(0, 0, 0, 0)"
+    assert seen["loaded"] == 0 and seen["bars"] == 20 and seen["ground"] != "rgba(0, 0, 0, 0)"
 
 
 def windows(count: int, *, run: str = "a"):
@@ -369,7 +369,7 @@ def test_shares_have_an_axis_up_to_one_and_probabilities_up_to_the_most_there_is
         *html._survival(comparison, runs),
         *(one for some in html._draws(comparison, runs)["charts"].values() for one in some),
     ]
-    assert len(drawn) == 4 + 1 + 1 + 2
+    assert len(drawn) == 5 + 1 + 1 + 2
     assert all(f">{number}</text>" in chart for chart in drawn[-2:] for number in (1, 10, 1000, "1e6")), "factors"
     for chart in drawn:  # the number at the height of the top
         assert 'y="16.0" text-anchor="end">1</text>' in chart

@@ -134,7 +134,7 @@ def test_models_and_training_records_are_tables():
     models, records = tables.models(comparison)
     assert models.rows == [
         ["base", "/home/someone/runs/ckpt", "weights", "2026-02-03", "ef" * 6, "cd" * 6],
-        ["goldfish", "x", "log-probabilities and texts of a server", "2026-02-03", "ef" * 6, "cd" * 6],
+        ["goldfish", "x", "top-k logits", "2026-02-03", "ef" * 6, "cd" * 6],
     ]
     assert records.rows == [
         ["goldfish", "1", "ordinary loss", "10", "0", "unknown", "unknown", "unknown: the rows are streamed"],
