@@ -30,6 +30,8 @@ def add(commands) -> None:
     add("--tokenizer", help="to show tokens as text (default: that of the base run, if it is there)")
     add("--examples", type=at_least_one, default=4, help="texts shown of every bucket (default 4)")
     add("--title", metavar="TEXT", help="heading of the report (default: the names of runs and models)")
+    grids = "runs of these models at several offsets and prefix lengths, for the grids of both (default: --runs)"
+    add("--offset_runs", reads="run", nargs="+", metavar="NAME=DIR", help=grids)
     add("--goldfish", metavar="MASK", help="the mask of training, such as strategy=hash-table,k=4,context_width=13")
     for unit in ("queries", "tokens"):
         add(f"--budget_{unit}", type=at_least_one, nargs="+", default=(), help=f"what so many {unit} extract")
@@ -64,6 +66,7 @@ def run_report(arguments: argparse.Namespace) -> None:
         tokenizer = _tokenizer(arguments, records[choose_base(records, arguments.base)])
         if tokenizer is not None:
             _check_texts(arguments.samples, tokenizer)
+    offset_runs = read_runs(arguments.offset_runs)[0] if arguments.offset_runs else None
     attacks, books = _attacks(arguments, runs, samples, tokenizer, goldfish)
     comparison = show(runs, arguments, records=records, **pick(arguments, "base", "lengths"))
     paths = write_report(
@@ -73,6 +76,7 @@ def run_report(arguments: argparse.Namespace) -> None:
         samples=samples,
         tokenizer=tokenizer,
         books=books,
+        offset_runs=offset_runs,
         **pick(arguments, "examples", "title"),
     )
     for path in paths.values():

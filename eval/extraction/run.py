@@ -22,6 +22,7 @@ from hf_axonn_eval.data.samples import Sample, SampleFile, tokenizer_of
 from hf_axonn_eval.data.tokenizer_identity import check_ids, check_same, tokenizer_identity
 from hf_axonn_eval.extraction.options import Options
 from hf_axonn_eval.extraction.run_record import describe_start
+from hf_axonn_eval.extraction.shared_rows import followers
 from hf_axonn_eval.extraction.work_split import WorkSplit
 
 
@@ -29,12 +30,15 @@ logger = get_logger(__name__)
 
 
 class Survey(NamedTuple):
-    """Samples, the place of each sample id, prefix and suffix length of each sample, and the largest token id."""
+    """Samples, the place of each sample id, prefix and suffix length of each sample, and the largest token id; and by
+    the place of a sample those of others that are its beginning (`shared_rows.followers`).
+    """
 
     samples: Sequence[Sample]
     places: dict[str, int]
     lengths: list[tuple[int, int]]
     largest_id: int
+    followers: dict[int, list[int]]
 
     @property
     def longest(self) -> int:
@@ -83,15 +87,21 @@ def survey_samples(samples: Iterable[Sample]) -> Survey:
     samples = samples if isinstance(samples, Sequence) else list(samples)
     places: dict[str, int] = {}
     lengths, largest = [], 0
-    for place, sample in enumerate(samples):
-        places[sample.sample_id] = place
-        lengths.append((len(sample.prefix), len(sample.suffix)))
-        largest = max(largest, *sample.prefix, *sample.suffix)
+
+    def noted() -> Iterator[Sample]:
+        nonlocal largest
+        for place, sample in enumerate(samples):
+            places[sample.sample_id] = place
+            lengths.append((len(sample.prefix), len(sample.suffix)))
+            largest = max(largest, *sample.prefix, *sample.suffix)
+            yield sample
+
+    nested = followers(noted())
     if not lengths:
         raise ValueError("there are no samples to extract.")
     if len(places) != len(lengths):
         raise ValueError(f"{len(lengths)} samples have only {len(places)} different sample ids.")
-    return Survey(samples, places, lengths, largest)
+    return Survey(samples, places, lengths, largest, nested)
 
 
 def run(asker: Asker, survey: Survey) -> Sequence[SampleResult]:

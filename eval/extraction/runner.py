@@ -18,6 +18,7 @@ from hf_axonn_eval.extraction.prefix_matching import Match
 from hf_axonn_eval.extraction.run import Asker, Survey
 from hf_axonn_eval.extraction.run_record import describe_model
 from hf_axonn_eval.extraction.scoring import Score
+from hf_axonn_eval.extraction.shared_rows import may_share, share_rows
 from hf_axonn_eval.extraction.work_split import WorkSplit
 from hf_axonn_eval.metrics.registry import METRICS
 
@@ -44,26 +45,37 @@ class Runner(Asker):
 
     @contextlib.contextmanager
     def prepare(self, survey: Survey) -> Iterator[None]:
-        """Divide the samples into units of batches, the same on every rank; inside, the model is in eval mode.
+        """Divide the samples into units of batches of rows, the same on every rank; inside, the model is in eval mode.
 
-        `planned` rows are in a batch, fewer (`rows`) once memory runs out, and `decoded` are decoded together.
+        `planned` rows are in a batch, fewer (`rows`) once memory runs out, and `decoded` are decoded together. A row
+        is a list of places: one of a sample, and those of others that are its beginning.
         """
         options, lengths, longest = self.options, survey.lengths, survey.longest
+        shared = survey.followers if not options.stop_early and may_share(self.model) else {}
+        following = {place for some in shared.values() for place in some}
+        heads = [place for place in range(len(lengths)) if place not in following]
+        kept = [_kept_logits(lengths, head, shared.get(head, ())) for head in heads]
+        of_rows = [(sum(lengths[head]) - keep, keep) for head, keep in zip(heads, kept, strict=True)]
         with scoring.evaluating(self.model):
             if isinstance(self.batch_size, int):
                 rows = self.batch_size
             else:  # "auto"
-                keep = longest if options.membership else max(suffix for _, suffix in lengths)
+                keep = longest if options.membership else max(kept)
                 rows = batches.fitting_batch_size(self.model, self.work_split, longest=longest, kept_logits=keep)
             self.rows = self.planned = rows
             self.decoded = batches.decoded_rows(self.model, self.rows, longest)
-            planned = batches.plan_batches(lengths, self.rows, padding=scoring.may_be_padded(self.model))
+            planned = batches.plan_batches(of_rows, self.rows, padding=scoring.may_be_padded(self.model))
             units = batches.plan_units(planned, self.work_split.count)
             self.plan = {"rows": self.rows, "number": len(planned), "in_a_unit": len(units[0])}
             chunked = options.stop_early and can_be_kept(self.model)
             most = matching.FIRST_CHUNK if chunked else longest
-            fed = [prefix + min(suffix, most) - 1 for prefix, suffix in lengths]
-            self.units = [batches.in_passes(unit, fed, scoring.device_of(self.model)) for unit in units]
+            fed = [prefix + min(suffix, most) - 1 for prefix, suffix in of_rows]
+            if shared:
+                self.plan |= {"tokens": sum(fed), "tokens_alone": sum(map(sum, lengths)) - len(lengths)}
+            passes = [batches.in_passes(unit, fed, scoring.device_of(self.model)) for unit in units]
+            self.units = [
+                [[[heads[row], *shared.get(heads[row], ())] for row in batch] for batch in unit] for unit in passes
+            ]
             yield
 
     def facts(self) -> dict[str, Any]:
@@ -81,8 +93,7 @@ class Runner(Asker):
         return describe_model(self.model, self.model_record, settings, self.work_split.world_size)
 
     def measure(self, samples: Sequence[Sample], done: set[int]) -> Iterator[list[SampleResult]]:
-        left = ([[place for place in batch if place not in done] for batch in unit] for unit in self.units)
-        units = [unit for unit in ([batch for batch in unit if batch] for unit in left) if unit]
+        units = [unit for unit in (_left_over(unit, done) for unit in self.units) if unit]
         options, split, parallel = self.options, self.work_split, parallel_state(self.model)
         in_step = parallel is not None and parallel.grid.z > 1
         alone = parallel is None or parallel.grid.size == 1
@@ -91,19 +102,22 @@ class Runner(Asker):
             for start in range(0, len(units), split.count):
                 together = units[start : start + split.count]
                 own = together[split.index] if split.index < len(together) else []
-                unit = [[samples[place] for place in batch] for batch in own]
+                unit = [[[samples[place] for place in row] for row in batch] for batch in own]
                 results, self.rows = batches.halving(
                     self.rows, lambda rows, unit=unit: self._unit(batches.smaller(unit, rows), rows), alone=alone
                 )
                 # ranks of z pass weights to each other: in every pass, or in the first one if they are kept then
                 passes = max(map(len, together)) if in_step and not placed else int(in_step and start == 0)
                 for _ in range(len(own), passes):
-                    scoring.score_suffixes(self.model, [samples[together[0][0][0]]])
+                    scoring.score_suffixes(self.model, [samples[together[0][0][0][0]]])
                 yield split.gather(results)
 
-    def _unit(self, unit: Sequence[Sequence[Sample]], rows: int) -> list[SampleResult]:
-        """Return the results of a unit; an empty list on a rank of whose share another rank hands in the results."""
+    def _unit(self, of_rows: Sequence[Sequence[Sequence[Sample]]], rows: int) -> list[SampleResult]:
+        """Return the results of a unit, batches of rows of samples; an empty list on a rank of whose share another
+        rank hands in the results.
+        """
         together = self.decoded if rows == self.planned else rows  # memory ran out: no more rows than in a pass
+        unit = [[sample for row in batch for sample in row] for batch in of_rows]
         rest = _Rest(self.model, rows=rows, together=together) if self.options.generate else None
         answers: list[Any] = []
         for batch in unit:
@@ -121,7 +135,7 @@ class Runner(Asker):
             for number, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
                 match = answer if isinstance(answer, Match) else _match(sample, answer)
                 continuations[number] = [*match.known, *rest.tokens.get(number, ())]
-        chances = self._score_guesses(unit, continuations) if self.options.guesses else [None] * len(samples)
+        chances = self._score_guesses(samples, continuations, rows) if self.options.guesses else [None] * len(samples)
         copies = (
             self._near_copies(samples, together) if self.options.near_copies is not None else [None] * len(samples)
         )
@@ -157,13 +171,15 @@ class Runner(Asker):
                 found.update(zip(some, copies, strict=True))
         return [found[place] for place in range(len(samples))]
 
-    def _score_guesses(self, unit: Sequence[Sequence[Sample]], continuations: Sequence[Any]) -> list[float]:
+    def _score_guesses(self, samples: Sequence[Sample], continuations: Sequence[Any], rows: int) -> list[float]:
         """Score each continuation, in nats, by one more pass with it in the place of the suffix."""
-        chances: list[float] = []
-        for batch in unit:
-            some = continuations[len(chances) : len(chances) + len(batch)]
-            guesses = [replace(sample, suffix=tuple(ids)) for sample, ids in zip(batch, some, strict=True)]
-            chances += [sum(score.logprobs) for score in scoring.score_suffixes(self.model, guesses)]
+        guesses = [replace(sample, suffix=tuple(ids)) for sample, ids in zip(samples, continuations, strict=True)]
+        lengths = [(len(guess.prefix), len(guess.suffix)) for guess in guesses]
+        chances = [0.0] * len(guesses)
+        for batch in batches.plan_batches(lengths, rows, padding=scoring.may_be_padded(self.model)):
+            scores = scoring.score_suffixes(self.model, [guesses[place] for place in batch])
+            for place, score in zip(batch, scores, strict=True):
+                chances[place] = sum(score.logprobs)
         return chances
 
     def _matches(self, batch: Sequence[Sample], first: int, rest: "_Rest | None") -> list[Match]:
@@ -183,15 +199,15 @@ class Runner(Asker):
         )
         if rest is None:
             return scores
-        filled = cache is not None and is_filled(cache, len(batch))
-        for place, (sample, score) in enumerate(zip(batch, scores, strict=True)):
-            match = _match(sample, score)
-            if len(match.known) < len(sample.suffix):
-                row = None
-                if filled:
-                    start = cache.get_seq_length() - len(sample.prefix) - len(sample.suffix) + 1
-                    row = Row(cache, place, start, len(sample.prefix) + match.tokens)
-                rest.add(first + place, sample, match, row)
+        shared = share_rows(batch) if may_share(self.model) else [[place] for place in range(len(batch))]
+        filled = cache is not None and is_filled(cache, len(shared))
+        for number, places in enumerate(shared):
+            start = cache.get_seq_length() - scoring.tokens_of(batch[places[0]]) + 1 if filled else 0
+            for place in places:
+                sample, match = batch[place], _match(batch[place], scores[place])
+                if len(match.known) < len(sample.suffix):
+                    row = Row(cache, number, start, len(sample.prefix) + match.tokens) if filled else None
+                    rest.add(first + place, sample, match, row)
         return scores
 
 
@@ -229,6 +245,18 @@ class _Rest:
             for number, tokens, count in zip(numbers, decoded, missing, strict=True):
                 self.tokens[number] = tokens[:count]
         self._prompts = []
+
+
+def _kept_logits(lengths: Sequence[tuple[int, int]], head: int, others: Sequence[int]) -> int:
+    """Return how many places at the end of a row have logits that a sample of it needs."""
+    whole = sum(lengths[head])
+    return max(whole - lengths[place][0] for place in (head, *others))
+
+
+def _left_over(unit: Sequence[Sequence[Sequence[int]]], done: set[int]) -> list[list[list[int]]]:
+    """Return the batches of a unit without the samples that are done; what is left of a row is one."""
+    batches_left = [[[place for place in row if place not in done] for row in batch] for batch in unit]
+    return [some for some in ([row for row in batch if row] for batch in batches_left) if some]
 
 
 def _match(sample: Sample, score: scoring.Score) -> Match:

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from hf_axonn import parallel_state
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.extraction.packed_weights import packed_weights
+from hf_axonn_eval.extraction.shared_rows import may_share, share_rows
 from hf_axonn_eval.extraction.work_split import WorkSplit
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics.discoverability import Sampler
@@ -83,7 +84,7 @@ class DocumentNLL(NamedTuple):
 def score_suffixes(
     model, batch: Sequence[Sample], *, sampler: Sampler | None = None, tokenizer=None, cache=None
 ) -> list[Score]:
-    """Score the suffixes of some samples.
+    """Score the suffixes of some samples; of those that begin one row (shared_rows.py) only the row is fed.
 
     One forward pass, and one more for membership scores over context; on a parallelized model collective over its x,
     y and z.
@@ -96,36 +97,57 @@ def score_suffixes(
     Raises:
         ValueError: the model answers with NaN.
     """
-    rows = [[*sample.prefix, *sample.suffix[:-1]] for sample in batch]
-    suffix = max(len(sample.suffix) for sample in batch)
+    shared = share_rows(batch) if may_share(model) else [[place] for place in range(len(batch))]
+    heads = [batch[row[0]] for row in shared]
+    rows = [[*head.prefix, *head.suffix[:-1]] for head in heads]
+    placed = {place: number for number, row in enumerate(shared) for place in row}
+    # columns after a sample, of the longer one whose row it begins
+    after = [tokens_of(heads[placed[place]]) - tokens_of(sample) for place, sample in enumerate(batch)]
+    suffix = max(beyond + len(sample.suffix) for beyond, sample in zip(after, batch, strict=True))
     parallel = parallel_state(model)
     # A rank may have no room for the logits of whole rows.
     divided = tokenizer is not None and parallel is not None and parallel.grid.context > 1
     keep = max(map(len, rows)) if tokenizer is not None and not divided else suffix
     logits = last_logits(model, rows, keep=keep, cache=cache)
-    targets = _right_aligned([[*sample.prefix, *sample.suffix][1:] for sample in batch], logits.device)
+    targets = _right_aligned([[*head.prefix, *head.suffix][1:] for head in heads], logits.device)
     whole, targets = targets, targets[:, -keep:]
     logprobs, choices, leads = score_tokens(logits[:, -suffix:], targets[:, -suffix:])
-    ranks = token_ranks(logits[:, -suffix:], targets[:, -suffix:], leads).tolist()
-    extra: list[dict[str, Any]] = [{"ranks": row[-len(each.suffix) :]} for row, each in zip(ranks, batch, strict=True)]
-    if sampler is not None:
-        for place, given in enumerate(_sampled_logprobs(sampler, logits[:, -suffix:], targets[:, -suffix:], batch)):
-            extra[place]["sampled_logprob"] = given
+    ranks = token_ranks(logits[:, -suffix:], targets[:, -suffix:], leads)
+    drawn = _sampled_logprobs(sampler, logits[:, -suffix:], targets[:, -suffix:]) if sampler is not None else None
+    statistics: list[Any] | None = None
     if tokenizer is not None:
-        statistics = _divided_statistics(model, rows, whole) if divided else _statistics(logits, targets)
-        for place, given in enumerate(_membership(statistics, batch, tokenizer)):
-            extra[place]["membership"] = given
-    table = zip(batch, logprobs.tolist(), choices.tolist(), leads.tolist(), extra, strict=True)
-    scores = [
-        Score(ofs[-len(sample.suffix) :], chosen[-len(sample.suffix) :], ahead[-len(sample.suffix) :], **more)
-        for sample, ofs, chosen, ahead, more in table
-    ]
+        found = _divided_statistics(model, rows, whole) if divided else _statistics(logits, targets)
+        statistics = [kind.tolist() for kind in found]
+    columns = [column.tolist() for column in (logprobs, choices, leads, ranks)]
+    scores = []
+    for place, (sample, beyond) in enumerate(zip(batch, after, strict=True)):
+        row, size = placed[place], len(sample.suffix)
+        ofs, chosen, ahead, ranked = (_before(column[row], beyond, size) for column in columns)
+        more: dict[str, Any] = {"ranks": ranked}
+        if drawn is not None:
+            more["sampled_logprob"] = float(_before(drawn[row], beyond, size).sum())
+        if statistics is not None:  # all tokens but the first have something before them
+            lists = (_before(kind[row], beyond, tokens_of(sample) - 1) for kind in statistics)
+            text = tokenizer.decode([*sample.prefix, *sample.suffix])
+            more["membership"] = membership.scores(*lists, text)
+        scores.append(Score(ofs, chosen, ahead, **more))
     if any(logprob != logprob for score in scores for logprob in score.logprobs):
         raise ValueError(
             "the model's log-probabilities are not numbers (NaN). Its weights are damaged, or do not fit into the "
             "dtype: try --dtype float32."
         )
     return scores
+
+
+def tokens_of(sample: Sample) -> int:
+    """Return the number of tokens of prefix and suffix."""
+    return len(sample.prefix) + len(sample.suffix)
+
+
+def _before(row: Any, beyond: int, size: int) -> Any:
+    """Return `size` columns of a row, before the last `beyond`."""
+    end = len(row) - beyond
+    return row[end - size : end]
 
 
 def score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -383,11 +405,11 @@ def _right_aligned(rows: Sequence[Sequence[int]], device: torch.device) -> Tenso
     return torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
 
 
-def _sampled_logprobs(sampler: Sampler, logits: Tensor, targets: Tensor, batch: Sequence[Sample]) -> list[float]:
+def _sampled_logprobs(sampler: Sampler, logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probability [B, T] of each target when it is drawn, some rows at a time."""
     rows = max(1, _STATISTICS_AT_ONCE // (logits.shape[-1] * logits.shape[1]))
     parts = [sampler.logprobs(*pair) for pair in zip(logits.split(rows), targets.split(rows), strict=True)]
-    table = torch.cat(parts).double()
-    return [float(row[-len(sample.suffix) :].sum()) for row, sample in zip(table, batch, strict=True)]
+    return torch.cat(parts).double()
 
 
 def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
@@ -409,16 +431,6 @@ def _divided_statistics(model, rows: Sequence[Sequence[int]], targets: Tensor) -
         model(input_ids=tokens, labels=tokens, **options)
     logits = handed[0]
     return _statistics(logits, targets) if isinstance(logits, Tensor) else logits.map_positions(_statistics, targets)
-
-
-def _membership(statistics: tuple[Tensor, ...], batch: Sequence[Sample], tokenizer) -> list[dict[str, float]]:
-    lists = [kind.tolist() for kind in statistics]
-    given = []
-    for place, sample in enumerate(batch):
-        scored = len(sample.prefix) + len(sample.suffix) - 1  # all tokens but the first have something before them
-        text = tokenizer.decode([*sample.prefix, *sample.suffix])
-        given.append(membership.scores(*(kind[place][-scored:] for kind in lists), text))
-    return given
 
 
 def near_tie_below(model) -> float:

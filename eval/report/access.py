@@ -1,4 +1,4 @@
-"""What each level of access shows: the findings of a comparison, by what an attacker has to see for them.
+"""Findings of a comparison by level of access: what an attacker has to see for each of them.
 
 A finding belongs to the least level that gives it. Verbatim continuations need texts alone; scores of a guessed text
 need its log-probability; Min-K%++ needs the full distribution. No test here needs weights for more than to know which

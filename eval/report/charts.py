@@ -17,6 +17,8 @@ SERIES = len(COLOURS)  # further series begin again
 WIDTH, HEIGHT = 360, 230
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 40
 _FEW = 12  # points that are drawn as points
+_DARKEST = 0.6  # of a cell, whose number is still read
+_WIDE, _HIGH = 22, 12  # pixels of a cell with a number in it
 
 
 class Point(NamedTuple):
@@ -160,6 +162,51 @@ def bar_chart(
             if point.low is not None and point.high is not None:
                 shapes += _whisker(middle - 1, y.place(point.low), y.place(point.high))
     return _svg(shapes, title=title, x_label=x_label, y_label=y_label)
+
+
+def grid_chart(
+    columns: Sequence[str],
+    rows: Sequence[str],
+    cells: Mapping[tuple[str, str], Point],
+    *,
+    number: int,
+    name: str,
+    title: str,
+    x_label: str,
+    y_label: str,
+) -> str:
+    """Draw a grid of cells, each as dark as its share, with the share in it; where nothing was asked it is empty.
+
+    Args:
+        columns: names under the grid.
+        rows: names beside it, the first at the bottom.
+        cells: by column and row a share from 0 to 1 with its interval.
+        number: of the colour.
+        name: of the series.
+        title: what is drawn, for screen readers.
+        x_label: under the chart.
+        y_label: above the chart.
+    """
+    width, height = (WIDTH - RIGHT - LEFT) / len(columns), (HEIGHT - BOTTOM - TOP) / len(rows)
+    shapes = [_text(LEFT + (at + 0.5) * width, HEIGHT - BOTTOM + 16, one, "middle") for at, one in enumerate(columns)]
+    for up, row in enumerate(rows):
+        top = HEIGHT - BOTTOM - (up + 1) * height
+        shapes.append(_text(LEFT - 6, top + height / 2 + 4, row, "end"))
+        for at, column in enumerate(columns):
+            point = cells.get((column, row))
+            if point is None:
+                continue
+            box = f'x="{LEFT + at * width:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
+            label = escape(f"{name}, {x_label} {column}, {y_label} {row}: {point_text(point)}")
+            shapes.append(f'<rect class="ground" {box}/>')
+            shapes.append(
+                f'<rect class="cell s{number % SERIES}" fill-opacity="{_DARKEST * point.y:.3f}" {box}>'
+                f"<title>{label}</title></rect>"
+            )
+            if width >= _WIDE and height >= _HIGH:
+                left = LEFT + (at + 0.5) * width
+                shapes.append(_text(left, top + height / 2 + 4, f"{point.y:.2f}".removeprefix("0"), "middle"))
+    return _svg(shapes, title=title, x_label=x_label, y_label=f"{name}: {y_label}")
 
 
 def point_text(point: Point) -> str:

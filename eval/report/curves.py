@@ -47,6 +47,21 @@ def by_prefix_length(results: Sequence[SampleResult], **options) -> list[Point]:
     return _points(lengths, answers, results, options)
 
 
+def by_offset(results: Sequence[SampleResult], **options) -> dict[tuple[int, int], Point]:
+    """Compute the exact match for each offset and prefix length among the samples; arguments as of `survival`.
+
+    Returns:
+        By (offset, prefix length), as far as such samples were asked; the place of a point is the offset.
+    """
+    pairs = sorted({(result.offset, result.prefix_length) for result in results})
+    column = {pair: place for place, pair in enumerate(pairs)}
+    answers = np.full((len(results), len(pairs)), np.nan)
+    for row, result in zip(answers, results, strict=True):
+        row[column[result.offset, result.prefix_length]] = result.exact_match
+    points = _points([offset for offset, _ in pairs], answers, results, options)
+    return dict(zip(pairs, points, strict=True))
+
+
 def draws(results: Sequence[SampleResult], **options) -> dict[float, list[Point]]:
     """Compute by p of CHANCES the share of samples that n draws of the stated sampler give back with probability p.
 

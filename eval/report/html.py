@@ -18,12 +18,13 @@ from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.visible import PAGE, visible
 from hf_axonn_eval.report import access, attacks, curves, maps, tables, verdict
 from hf_axonn_eval.report.answer import answer
-from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, line_chart
+from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, grid_chart, line_chart
 from hf_axonn_eval.report.texts import text_examples
 
 
 PLOTTED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy", "extraction_strength")
 MOST_MAPS = 30
+MOST_CELLS = 24  # along an axis of a grid
 
 Runs = Mapping[str, Sequence[SampleResult]]
 
@@ -48,6 +49,7 @@ def html_page(
     examples: int = 4,
     title: str | None = None,
     books: Mapping[str, Sequence[Book]] | None = None,
+    offset_runs: Runs | None = None,
 ) -> str:
     """Render the page.
 
@@ -61,10 +63,13 @@ def html_page(
         examples: samples of each bucket whose texts are shown.
         title: heading of the page; by default the names of the runs and models.
         books: what `books` returned, for the maps over characters and the passages.
+        offset_runs: results of the same models, by the names of the runs, for the grids of prefix length and offset;
+            by default `runs`.
     """
     numbers = {name: [_without_tokens(result) for result in results] for name, results in (runs or {}).items()}
     parts = {
         "prefix": _prefix(comparison, numbers),
+        "offset": _offsets(comparison, numbers if offset_runs is None else offset_runs),
         "survival": _survival(comparison, numbers),
         "probability": _probability(numbers),
         "draws": _draws(comparison, numbers),
@@ -98,6 +103,7 @@ def _empty_sections(comparison: Mapping[str, Any], parts: Mapping[str, Any]) -> 
         "models": tables.models(comparison),
         "differences": comparison["minus_base"],
         "prefix": parts["prefix"],
+        "offset": parts["offset"],
         "survival": parts["survival"] or tables.shorter(comparison),
         "probability": parts["probability"],
         "draws": parts["draws"]
@@ -150,6 +156,58 @@ def _prefix(comparison: Mapping[str, Any], runs: Runs) -> dict[str, Any]:
     several = len({length for _, _, length, _ in rows}) > 1
     charts = _lines(found, x_label="prefix tokens", y_label="verbatim", y_high=1.0) if several else []
     return {"rows": rows, "charts": charts} if rows else {}
+
+
+def _offsets(comparison: Mapping[str, Any], runs: Runs) -> dict[str, Any]:
+    """Draw extraction by prefix length and offset, a grid for each bucket and run; {} without several of both.
+
+    Offsets and lengths beyond MOST_CELLS are left out, evenly.
+    """
+    asked = {(result.offset, result.prefix_length) for results in runs.values() for result in results}
+    offsets, lengths = (_spread(sorted(set(some))) for some in zip(*asked, strict=True)) if asked else ([], [])
+    if len(offsets) < 2 or len(lengths) < 2:
+        return {}
+    found = _curves(comparison, runs, curves.by_offset)
+    charts, rows, most = [], [], []
+    for bucket, series in found.items():
+        for number, (name, points) in enumerate(series.items()):
+            shown = (
+                {pair: point for pair, point in points.items() if pair[0] in offsets and pair[1] in lengths}
+                if points
+                else {}
+            )
+            charts.append(
+                grid_chart(
+                    list(map(str, offsets)),
+                    list(map(str, lengths)),
+                    {(str(offset), str(length)): point for (offset, length), point in shown.items()},
+                    number=number,
+                    name=f"{name}, {tables.bucket_name(bucket)}",
+                    title=f"verbatim by prefix length and offset, {name}, seen {bucket}x by the samples file",
+                    x_label="offset, tokens",
+                    y_label="prefix tokens",
+                )
+            )
+            rows += [
+                [tables.bucket_name(bucket), name, str(length), str(offset), _estimate(point)]
+                for (offset, length), point in sorted(shown.items(), key=lambda item: item[0][::-1])
+            ]
+            if shown and bucket != "0" and (best := max(shown, key=lambda pair: shown[pair].y)) and shown[best].y:
+                most.append(
+                    f"{name}, {tables.bucket_name(bucket)}: most from {best[1]} tokens at offset {best[0]}, "
+                    f"{_estimate(shown[best])}"
+                )
+    left_out = len({offset for offset, _ in asked}) > len(offsets) or len({length for _, length in asked}) > len(
+        lengths
+    )
+    return {"charts": charts, "rows": rows, "most": "; ".join(most), "left_out": left_out}
+
+
+def _spread(values: Sequence[int]) -> list[int]:
+    """Return at most MOST_CELLS of some numbers, evenly, the first and the last among them."""
+    if len(values) <= MOST_CELLS:
+        return list(values)
+    return [values[round(at * (len(values) - 1) / (MOST_CELLS - 1))] for at in range(MOST_CELLS)]
 
 
 def _survival(comparison: Mapping[str, Any], runs: Runs) -> list[str]:

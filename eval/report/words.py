@@ -10,6 +10,8 @@ SETTINGS = {  # names in run.json that say too little
     "rows": "rows at most",
     "number": "in all",
     "in_a_unit": "at once",
+    "tokens": "tokens read",
+    "tokens_alone": "tokens if each sample were read alone",
     "decoded_rows": "rows at most in decoding",
     "near_tie_below": "margin of a near tie, in nats,",
     "requests": "requests at once",

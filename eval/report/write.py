@@ -36,6 +36,7 @@ def write_report(
     examples: int = 4,
     title: str | None = None,
     books: Mapping[str, Sequence[Book]] | None = None,
+    offset_runs: Mapping[str, Sequence[SampleResult]] | None = None,
 ) -> dict[str, Path]:
     """Write summary.json, report.md, report.html and plot.png, and maps.svg and maps.png where there are maps.
 
@@ -51,6 +52,7 @@ def write_report(
     directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"samples": samples, "tokenizer": tokenizer, "examples": examples, "books": books}
+    options["offset_runs"] = offset_runs
     texts = {"summary.json": json_text(comparison), "report.md": markdown(comparison, title=title)}
     texts["report.html"] = html_page(comparison, runs=runs, title=title, **options)
     for name, text in texts.items():

@@ -24,6 +24,9 @@ def main() -> None:
     parser.add_argument("--output", required=True, type=Path, help="directory for the run directories")
     parser.add_argument("--batch_size", required=True, type=int, help="samples in a forward pass")
     parser.add_argument("--top_k", required=True, type=int, help="tokens to draw from, at temperature 1")
+    parser.add_argument(
+        "--no_generation", action="store_true", help="score alone: whether it is verbatim, and how likely"
+    )
     options = parser.parse_args()
     disable_progress_bar()
     samples = SampleFile(options.samples)
@@ -37,6 +40,7 @@ def main() -> None:
             output=options.output / name,
             model_record=loaded.record,
             batch_size=options.batch_size,
+            generate=not options.no_generation,
             sampler=Sampler(temperature=1, top_k=options.top_k),
             left_out=left_out,
         )

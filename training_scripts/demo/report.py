@@ -27,6 +27,7 @@ def write(
     *,
     trained: Mapping[str, Path],
     extracted: Mapping[str, Path],
+    at_offsets: Mapping[str, Path],
     samples: Path,
     settings: Mapping[str, Any],
     seconds: Mapping[str, float],
@@ -37,6 +38,7 @@ def write(
         output: directory for them.
         trained: directory of each run's checkpoint, with the logs of its training; `base` has none.
         extracted: directory of each run's extraction.
+        at_offsets: directory of each run's extraction at several offsets and prefix lengths.
         samples: the file of samples.
         settings: everything that decides the result.
         seconds: time of every step.
@@ -74,6 +76,7 @@ def write(
         samples=sample_list,
         tokenizer=AutoTokenizer.from_pretrained(trained[comparison["base"]]),
         title="What a model gives back of its training data",
+        offset_runs={name: read_run(directory)[1] for name, directory in at_offsets.items()},
     )
     numbers = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     for name, text in (("report.html", page), ("report.md", markdown(content)), ("report.json", numbers)):

@@ -32,6 +32,8 @@ HELD_OUT = 16
 # Every step of decoding gathers the weights over z, whatever the batch: two rows of ranks take half the samples each.
 EXTRACTION_BATCH = sum(BUCKETS.values()) // 2
 TOP_K = 40
+# For the grids of prefix length and offset, within passages of PREFIX + SUFFIX tokens.
+AT_OFFSETS = {"prefix_length": [4, 8, 16, 32], "suffix_length": 16, "offset": [0, 4, 8, 16]}
 SAMPLER = f"temperature=1,top_k={TOP_K}"  # what many draws would give back comes from the same pass as the rest
 # A learning rate and a length of training at which the ordinary loss memorizes, in minutes on two cores.
 TRAINING = {
@@ -82,7 +84,7 @@ def demo(output: Path, launch_file: Path) -> int:
             f"batch of {BATCH_SIZE} articles: take 1, 2, 4 or 8"
         )
     pipeline = Pipeline(output)
-    files = {name: output / "data" / f"{name}.jsonl" for name in ("train", "held_out", "samples")}
+    files = {name: output / "data" / f"{name}.jsonl" for name in ("train", "held_out", "samples", "offsets")}
     checkpoints = {"base": output / "model", **{name: output / name for name in LOSSES}}
     shared = {"version": hf_axonn.__version__, "launch_file": launch_file.read_text(encoding="utf-8")}
     make_inputs(pipeline, output, files)
@@ -104,10 +106,10 @@ def demo(output: Path, launch_file: Path) -> int:
         )
     pipeline.step(
         "extract",
-        lambda: ask_models(output, checkpoints, files["samples"]),
+        lambda: ask_models(output, checkpoints, files),
         doing=f"asking {len(checkpoints)} models to continue every article",
-        outputs=[output / "extraction"],
-        settings={**shared, "sampler": SAMPLER, "code": digest("demo/ask.py")},
+        outputs=[output / "extraction", output / "offsets"],
+        settings={**shared, "sampler": SAMPLER, "offsets": AT_OFFSETS, "code": digest("demo/ask.py")},
         after=["data", "model", *(f"train_{name}" for name in LOSSES)],
     )
 
@@ -126,11 +128,14 @@ def demo(output: Path, launch_file: Path) -> int:
         "model": inputs.MODEL_PACKAGE,
         "texts": inputs.TEXT_PACKAGE,
     }
-    extracted = {name: output / "extraction" / name for name in checkpoints}
+    extracted, at_offsets = (
+        {name: output / folder / name for name in checkpoints} for folder in ("extraction", "offsets")
+    )
     return write(
         output,
         trained=checkpoints,
         extracted=extracted,
+        at_offsets=at_offsets,
         samples=files["samples"],
         settings=settings,
         seconds=pipeline.seconds,
@@ -166,17 +171,19 @@ def make_inputs(pipeline: Pipeline, output: Path, files: dict[str, Path]) -> Non
             "buckets": list(BUCKETS.items()),
             "held_out": HELD_OUT,
             "batch": BATCH_SIZE,
+            "offsets": AT_OFFSETS,
         },
         after=["texts", "model"],
     )
 
 
-def ask_models(output: Path, checkpoints: dict[str, Path], samples: Path) -> None:
-    """Ask every model to continue the articles, in a process of its own."""
-    command = [sys.executable, SCRIPTS / "demo" / "ask.py", "--samples", samples, "--output", output / "extraction"]
-    command += ["--batch_size", EXTRACTION_BATCH, "--top_k", TOP_K]
-    command += [f"{name}={checkpoint}" for name, checkpoint in checkpoints.items()]
-    call([str(part) for part in command], log=output / "logs" / "extract.log")
+def ask_models(output: Path, checkpoints: dict[str, Path], files: dict[str, Path]) -> None:
+    """Ask every model to continue the articles, and at several offsets, in a process of its own each time."""
+    for name, folder, more in (("samples", "extraction", []), ("offsets", "offsets", ["--no_generation"])):
+        command = [sys.executable, SCRIPTS / "demo" / "ask.py", "--samples", files[name], "--output", output / folder]
+        command += ["--batch_size", EXTRACTION_BATCH, "--top_k", TOP_K, *more]
+        command += [f"{run}={checkpoint}" for run, checkpoint in checkpoints.items()]
+        call([str(part) for part in command], log=output / "logs" / f"ask_{name}.log")
 
 
 def read_grid(launch_file: Path) -> Grid:
@@ -212,10 +219,11 @@ def write_data(wheels: Path, model: Path, files: dict[str, Path]) -> Corpus:
         {"id": title, "input_ids": corpus.passages[title], "bucket": bucket}
         for title, bucket in sorted(corpus.buckets.items(), key=lambda item: item[1])
     ]
-    tally = Tally()
-    sampling = Sampling(prefix_length=PREFIX, suffix_length=SUFFIX)
-    sha256 = write_samples(iter_samples(documents, sampling=sampling, tally=tally), files["samples"])
-    write_about(files["samples"], {**tally.about(), "sha256": sha256, "tokenizer": tokenizer_identity(tokenizer)})
+    cuts = {"samples": Sampling(prefix_length=PREFIX, suffix_length=SUFFIX), "offsets": Sampling(**AT_OFFSETS)}
+    for name, sampling in cuts.items():
+        tally = Tally()
+        sha256 = write_samples(iter_samples(documents, sampling=sampling, tally=tally), files[name])
+        write_about(files[name], {**tally.about(), "sha256": sha256, "tokenizer": tokenizer_identity(tokenizer)})
     print(f"{len(texts)} articles; {len(corpus.buckets)} in buckets, {len(corpus.batches)} steps of {BATCH_SIZE}")
     return corpus
 

@@ -8,6 +8,7 @@ from hf_axonn_eval import clopper_pearson
 from hf_axonn_eval.report.curves import (
     BINS,
     LEAST,
+    by_offset,
     by_prefix_length,
     draws,
     median_probability,
@@ -51,6 +52,14 @@ def test_by_prefix_length():
     points = by_prefix_length(results, **OPTIONS)
     assert [(point.x, point.y) for point in points] == [(10, 0.5), (50, 1.0)]
     assert (points[1].low, points[1].high) == pytest.approx(clopper_pearson(1, 1))
+
+
+def test_by_offset_and_prefix_length():
+    results = [some("a", 4, offset=0, prefix_length=8), some("b", 0, offset=0, prefix_length=8)]
+    results.append(some("c", 4, offset=5, prefix_length=2))
+    found = by_offset(results, **OPTIONS)
+    assert {pair: point.y for pair, point in found.items()} == {(0, 8): 0.5, (5, 2): 1.0}
+    assert (found[0, 8].low, found[0, 8].high) == pytest.approx(clopper_pearson(1, 2))
 
 
 def test_draws_that_discover():

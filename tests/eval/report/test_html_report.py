@@ -20,7 +20,9 @@ from tests.helpers.eval_support import result, samples, topics_tokenizer
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SECTIONS = "models buckets differences prefix survival probability draws near_copies cost goldfish membership".split()
+SECTIONS = (
+    "models buckets differences prefix offset survival probability draws near_copies cost goldfish membership".split()
+)
 SECTIONS += "undecided degenerate left_out coverage maps texts provenance".split()
 HOSTILE = (
     "</dd></article><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -135,6 +137,7 @@ def test_every_section_says_what_was_measured(page):
         "buckets": "8 of 8 [",
         "differences": "McNemar's test",
         "prefix": "prefix tokens",
+        "offset": "most from 20 tokens at offset 0, 1.000",
         "survival": "L, tokens",
         "probability": "log10",
         "draws": "Sampler: temperature 1, top-k 40.",
@@ -152,6 +155,7 @@ def test_every_section_says_what_was_measured(page):
     assert {name: count for name, count in counts.items() if count} == {
         "buckets": 4,  # PLOTTED; the first of these opens the page
         "prefix": 2,  # the others: one for each bucket
+        "offset": 4,  # and run
         "survival": 2,
         "probability": 2,
         "draws": 4,
@@ -164,7 +168,7 @@ def test_every_table_of_the_comparison_is_on_the_page(everything, page):
     captions = [unescape(caption) for caption in re.findall(r"<table>\s*<caption>(.*?)</caption>", page)]
     titles = [one.title for one in tables.all_details(comparison)]
     assert len(titles) >= 9 and set(titles) <= set(captions)
-    assert page.count("<table>") == len(captions) == len(set(captions)) == len(titles) + 5 and all(captions)
+    assert page.count("<table>") == len(captions) == len(set(captions)) == len(titles) + 6 and all(captions)
     assert page.count("<th") == page.count('<th scope="col">') + page.count('<th scope="row">') + page.count("<thead")
     assert '<tr><th scope="row">0x</th>' in page and '<th scope="row">loss</th>' in page
 
@@ -173,7 +177,7 @@ def test_tables_that_only_say_p_is_1_are_folded(everything, page):
     comparison, _ = everything
     folded = re.findall(r"<details><summary>(.*?)</summary>(.*?)</details>", page, re.DOTALL)
     titles = [one.title for one in tables.changes(comparison) if one.folded]
-    *folded, (last, _) = folded
+    *folded, (last, _) = [one for one in folded if not one[0].startswith("The numbers of the grids")]
     assert last == "4 sections have nothing to show, and why"
     assert [unescape(heading) for heading, _ in folded] == [f"{title}: p = 1 in every row" for title in titles]
     assert len(titles) == 2 and all("controls" in title for title in titles)
@@ -204,7 +208,7 @@ def test_what_was_not_measured_is_said():
         found = Page(html_page(comparison, runs=runs)).sections
         assert list(found)[-1] == "not_measured" and all(text for text in found.values())
         missing = [name for name in SECTIONS if name not in found]
-        assert len(missing) == (14 if runs else 17) and f"{len(missing)} sections" in found["not_measured"]
+        assert len(missing) == (15 if runs else 18) and f"{len(missing)} sections" in found["not_measured"]
         for told in ("there is one run", "no sampler", "do not say", "run.json", "at several offsets", "no texts"):
             assert told in found["not_measured"], told
     assert "write_report" in found["not_measured"]
@@ -342,6 +346,42 @@ def test_prefix_lengths_are_a_chart_where_there_are_several():
     assert [row[:3] for row in drawn(5, 3, 5)["rows"]] == [["0x", "only", "3"], ["0x", "only", "5"]]
     assert drawn(3, 5)["rows"][0][3].startswith("0.000 [0.00, 0.")
     assert html._prefix(compare({"only": [result("a")]}), {}) == {}
+
+
+def offsets(*pairs, known=(), **changes):
+    return [
+        result(
+            f"{offset}+{length}", offset=offset, prefix_length=length, exact_match=(offset, length) in known, **changes
+        )
+        for offset, length in pairs
+    ]
+
+
+def test_grids_of_prefix_length_and_offset():
+    asked = [(offset, length) for offset in (0, 4, 16) for length in (8, 32)]
+    runs = {"only": offsets(*asked[:-1], known=[(0, 8)], bucket=3)}
+    found = html._offsets(compare(runs), runs)
+    assert [row[:4] for row in found["rows"]] == [["3x", "only", str(length), str(offset)] for length, offset in (
+        (8, 0), (8, 4), (8, 16), (32, 0), (32, 4),
+    )]  # fmt: skip
+    assert found["most"].startswith("only, 3x: most from 8 tokens at offset 0, 1.000") and not found["left_out"]
+    [chart] = found["charts"]
+    assert chart.count('class="cell s0"') == 5, "what was not asked is empty"
+    assert chart.count('fill-opacity="0.600"') == 1 and chart.count('fill-opacity="0.000"') == 4
+    for one_of_both in (asked[:2], asked[::2]):
+        runs = {"only": offsets(*one_of_both)}
+        assert html._offsets(compare(runs), runs) == {}
+    assert html._offsets(compare(runs), {}) == {}
+    shown = html_page(compare(runs), runs=runs, offset_runs={"only": offsets(*asked)})
+    assert 'id="offset"' in shown and 'id="offset"' not in html_page(compare(runs), runs=runs)
+
+
+def test_of_many_offsets_some_are_drawn():
+    runs = {"only": offsets(*((offset, length) for offset in range(100) for length in (8, 32)), bucket=1)}
+    found = html._offsets(compare(runs), runs)
+    drawn = sorted({int(row[3]) for row in found["rows"]})
+    assert found["left_out"] and len(drawn) == html.MOST_CELLS and (drawn[0], drawn[-1]) == (0, 99)
+    assert "Of many offsets" in html_page(compare(runs), runs=runs)
 
 
 def test_the_first_bin_of_probabilities_is_told_and_not_drawn():
