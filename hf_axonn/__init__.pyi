@@ -9,6 +9,7 @@ from hf_axonn.checkpoint.sharded import save_sharded as save_sharded
 from hf_axonn.config import AxonnConfig as AxonnConfig
 from hf_axonn.engine.gradient_sync import sync_gradients as sync_gradients
 from hf_axonn.engine.state import parallel_state as parallel_state
+from hf_axonn.goldfish.collator import GoldfishCollator as GoldfishCollator
 from hf_axonn.goldfish.mask import goldfish_mask as goldfish_mask
 from hf_axonn.goldfish.sft import GoldfishSFTConfig as GoldfishSFTConfig
 from hf_axonn.goldfish.sft import GoldfishSFTTrainer as GoldfishSFTTrainer

@@ -31,6 +31,7 @@ from hf_axonn.losses.causal_lm import IGNORE_INDEX
 
 STRATEGIES = ("hash-table", "hash", "hash-avalanche", "static", "random", "seeded_random")
 HASHES = ("hash-table", "hash", "hash-avalanche")  # a label that they drop is dropped wherever its passage is
+RANDOM = ("random", "seeded_random")  # they draw anew in each step
 
 
 def goldfish_mask(

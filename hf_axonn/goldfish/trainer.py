@@ -28,7 +28,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
@@ -37,7 +36,8 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.documents import document_fields, find_document_ids, separate_documents
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.goldfish.mask import HASHES, check_options, count_unprotected, goldfish_mask
+from hf_axonn.goldfish.collator import GoldfishCollator, drop_labels, ids_and_labels
+from hf_axonn.goldfish.mask import HASHES, RANDOM, check_options, count_unprotected, goldfish_mask
 from hf_axonn.goldfish.recording import RecordingMixin
 from hf_axonn.goldfish.table import CPU_TABLE_SHA256, load_table, table_sha256
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
@@ -174,7 +174,7 @@ def loss_settings(args: GoldfishConfig) -> dict[str, Any]:
         settings["table_sha256"] = args.goldfish_table_sha256 or CPU_TABLE_SHA256
     if args.goldfish_strategy == "static":
         settings["start_position"] = args.goldfish_start_position
-    if args.goldfish_strategy in ("random", "seeded_random"):
+    if args.goldfish_strategy in RANDOM:
         settings["seed"] = _seed_of(args)
     if args.goldfish_as_reference:
         settings |= {"as_reference": True, "ignored_token": args.goldfish_ignored_token}
@@ -215,7 +215,16 @@ class GoldfishMixin(RecordingMixin):
         self._token_loss()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer.train` does; the logged token losses start from nothing."""
+        """Train as `Trainer.train` does; the logged token losses start from nothing.
+
+        Raises:
+            ValueError: labels are dropped by the collator already.
+        """
+        if self.args.goldfish and isinstance(self.data_collator, GoldfishCollator):
+            raise ValueError(
+                f"data_collator is a GoldfishCollator, and {type(self).__name__} drops labels by itself: pass the "
+                "collator without it, or train with goldfish=False."
+            )
         self._token_loss().record.pop()
         self._documents = None
         return super().train(*args, **kwargs)
@@ -330,14 +339,7 @@ class GoldfishMixin(RecordingMixin):
 
     def _mask_batch(self, micro_batch: int, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of the batch with goldfish labels, and the labels as they were under `UNMASKED_LABELS`."""
-        labels, input_ids = batch.get("labels"), batch.get("input_ids")
-        if labels is None or input_ids is None:
-            has = [name for name, value in batch.items() if value is not None]  # a collator may fill in None
-            absent = " and ".join(name for name in ("input_ids", "labels") if name not in has)
-            raise ValueError(
-                f"a training batch has {', '.join(sorted(has))}, but no {absent}, which the goldfish loss needs: use "
-                "DataCollatorForLanguageModeling(tokenizer, mlm=False), or add labels to the data set."
-            )
+        input_ids, labels = ids_and_labels(batch)
         shifted = batch.get("shift_labels")
         unmasked = labels if shifted is None else shifted
         targets = ((labels[:, 1:] if shifted is None else shifted) != IGNORE_INDEX).sum()
@@ -360,10 +362,7 @@ class GoldfishMixin(RecordingMixin):
         if args.goldfish_strategy in HASHES:
             counts = torch.stack(count_unprotected(labels, document_ids, context_width=args.goldfish_context_width))
             self._documents = counts if self._documents is None else self._documents + counts
-        masked = {**batch, "labels": labels.masked_fill(mask, IGNORE_INDEX), UNMASKED_LABELS: unmasked}
-        if shifted is not None:
-            masked["shift_labels"] = shifted.masked_fill(F.pad(mask[:, 1:], (0, 1)), IGNORE_INDEX)
-        return masked
+        return {**drop_labels(batch, mask), UNMASKED_LABELS: unmasked}
 
     def _separate_documents(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the batch with documents that do not see each other; over a grid the forward pass separates them."""
