@@ -44,6 +44,14 @@ def wrapped_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Modul
             yield name, module, module.original_module
 
 
+def active_copies(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The copies of `modules_to_save` that a model uses, with the names of the modules in whose place they are."""
+    for name, wrapper, _ in wrapped_modules(model):
+        if "modules_to_save" in wrapper._modules:
+            for adapter in wrapper.active_adapters:
+                yield name, wrapper.modules_to_save[adapter]
+
+
 def variant_names(layer: nn.Module) -> list[str]:
     """Class names of the variants of LoRA in a layer, DoRA among them."""
     return [type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()]

@@ -243,3 +243,17 @@ def from_config_of(kind: type[PreTrainedModel]) -> Callable[..., PreTrainedModel
     """Return the function that `from_config` of an Auto class calls for a class of models."""
     found: Callable[..., PreTrainedModel] = kind._from_config
     return found
+
+
+def as_saved(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return full tensors of a model under the names and in the shapes in which `save_pretrained` writes them.
+
+    Args:
+        model: of Transformers, without PEFT.
+        tensors: by their names in the model; with each tensor those that are saved together with it as one. Tensors on
+            the meta device give shapes alone.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved: dict[str, Tensor] = revert_weight_conversion(cast("PreTrainedModel", model), tensors)
+    return saved

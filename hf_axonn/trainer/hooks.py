@@ -144,8 +144,7 @@ def _make_ready(self) -> None:
         "activation_offloading": getattr(self.args, "activation_offloading", False),
         # Its noise has the size and the shape of whole rows.
         "neftune_noise_alpha with context": self.args.neftune_noise_alpha is not None and plugin.grid.context > 1,
-        # Other engines, which hold the whole model on each rank.
-        "use_vllm": getattr(self.args, "use_vllm", False),
+        # Another engine, which holds the whole model on each rank.
         "use_transformers_continuous_batching": getattr(self.args, "use_transformers_continuous_batching", False),
     }
     for name, requested in refused.items():

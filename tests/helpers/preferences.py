@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.helpers.chats import EXPERTS, FirstGradients, chat_tokenizer, logged
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_config, tiny_model
 from tests.helpers.training import training_options
+from tests.helpers.vllm_client import vllm_is_there
 
 
 def preferences(rows: int, seed: int) -> Dataset:
@@ -168,11 +170,12 @@ def make_groups(
     kind: str = "GRPO",
     by_quantiles: bool = True,
     judge: bool = False,
+    server: bool = False,
     experts: bool = False,
     **changes,
 ):
     """A GRPOTrainer or RLOOTrainer with the prompts of `write_preferences`, which samples by `Quantiles`; with `judge`
-    a model gives one of its rewards; or of a mixture of `experts`."""
+    a model gives one of its rewards; or of a mixture of `experts`. A `server` is `VLLMClientStub`."""
     import trl
 
     def some_letters(completion_ids, **_) -> list[float]:
@@ -193,20 +196,22 @@ def make_groups(
     # Transformers' rotary angles are float32, so that how far a prompt is padded would count.
     own |= dict(pad_to_multiple_of=16, gradient_accumulation_steps=1)
     own |= dict(per_device_train_batch_size=8 // (grid.dp_size if grid else 1))
+    own |= dict(use_vllm=True, vllm_mode="server") if server else {}
     own |= dict(model_init_kwargs={"dtype": "auto"})  # of the reference model, which trl 1.15 loads in float32
     args = arguments(getattr(trl, f"{kind}Config"), output, grid, **own | changes)
-    trainer = getattr(trl, f"{kind}Trainer")(
-        # In generate Transformers 5.23 compares the routers of one token with the mask of the row, and fails.
-        model=tiny_model("qwen3_moe", vocab_size=33, **EXPERTS | {"output_router_logits": False})
-        if experts
-        else AutoModelForCausalLM.from_pretrained(folder / "speaker", dtype=torch.float64),
-        args=args,
-        reward_funcs=rewards,
-        train_dataset=load_from_disk(folder / "train").select_columns(["prompt"]),
-        processing_class=chat_tokenizer(),
-        **given,
-    )
-    if not by_quantiles:
+    with vllm_is_there() if server else contextlib.nullcontext():
+        trainer = getattr(trl, f"{kind}Trainer")(
+            # In generate Transformers 5.23 compares the routers of one token with the mask of the row, and fails.
+            model=tiny_model("qwen3_moe", vocab_size=33, **EXPERTS | {"output_router_logits": False})
+            if experts
+            else AutoModelForCausalLM.from_pretrained(folder / "speaker", dtype=torch.float64),
+            args=args,
+            reward_funcs=rewards,
+            train_dataset=load_from_disk(folder / "train").select_columns(["prompt"]),
+            processing_class=chat_tokenizer(),
+            **given,
+        )
+    if server or not by_quantiles:
         return trainer
     dp_rank = 0
     if grid is not None:

@@ -65,11 +65,19 @@ CASES = {
     "RLOO": dict(make=make_groups, kind="RLOO"),
     "RLOO, adapters, a model's rewards": dict(make=make_groups, kind="RLOO", peft_config=lora(), judge=True),
     "rewards, adapters": dict(make=make_reward, peft_config=lora(task_type="SEQ_CLS", modules_to_save=["score"])),
+    "GRPO, a server": dict(make=make_groups, server=True, num_generations=8),
+    "RLOO, adapters, a server": dict(make=make_groups, kind="RLOO", server=True, peft_config=lora()),
 }
 # Cases that the quick tests below run on grids.
 QUICK = {
-    Grid(x=2): ("a reference model", "GRPO, adapters, twice"),
-    Grid(z=2): ("experts with auxiliary loss", "rewards", "GRPO", "RLOO, adapters, a model's rewards"),
+    Grid(x=2): ("a reference model", "GRPO, adapters, twice", "RLOO, adapters, a server"),
+    Grid(z=2): (
+        "experts with auxiliary loss",
+        "rewards",
+        "GRPO",
+        "RLOO, adapters, a model's rewards",
+        "GRPO, a server",
+    ),
     Grid(data=2): ("precomputed", "KTO"),
     Grid(z=2, context=2): ("a reference model",),
 }

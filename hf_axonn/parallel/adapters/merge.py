@@ -7,7 +7,7 @@ it sees plain tensors, this rank's shards, and what it leaves in them is taken o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,29 @@ from hf_axonn.layers.base import patch_forward, replaced
 from hf_axonn.parallel.adapters.dora import ShardPlace, plain
 from hf_axonn.parallel.adapters.lora import pair_of
 from hf_axonn.parallel.adapters.parameter_lora import factors
+
+
+@contextlib.contextmanager
+def merged(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Let layers of PEFT have their active adapters merged inside; afterwards weights are what they were, to the bit.
+
+    Layers that are merged already stay so. Memory: a copy of this rank's shards of the others. Collectives: those of
+    `Merging`.
+    """
+    layers = [layer for layer in layers if not layer.merged]
+    bases = {layer.get_base_layer() for layer in layers}
+    own = [plain(parameter) for base in bases for parameter in base._parameters.values() if parameter is not None]
+    copies = [shard.clone() for shard in own]
+    try:
+        for layer in layers:
+            layer.merge()
+        yield
+    finally:
+        for layer in layers:
+            if layer.merged:
+                layer.unmerge()
+        for shard, copy in zip(own, copies, strict=True):
+            shard.copy_(copy)
 
 
 class Merging:
