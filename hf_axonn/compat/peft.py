@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from packaging.version import Version
 from torch import nn
@@ -46,7 +47,8 @@ def wrapped_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Modul
 
 def active_copies(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The copies of `modules_to_save` that a model uses, with the names of the modules in whose place they are."""
-    for name, wrapper, _ in wrapped_modules(model):
+    wrapped: Iterator[tuple[str, Any, nn.Module]] = wrapped_modules(model)
+    for name, wrapper, _ in wrapped:
         if "modules_to_save" in wrapper._modules:
             for adapter in wrapper.active_adapters:
                 yield name, wrapper.modules_to_save[adapter]
