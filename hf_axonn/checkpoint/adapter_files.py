@@ -27,7 +27,7 @@ def full_tensors(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tens
     """
     state = parallel_state(model)
     if state is not None and state.grid.pipe > 1:
-        return whole_of_all_stages(tensors, state.mesh)
+        return whole_of_all_stages(tensors, state.grid_mesh)
     return {name: whole(tensor).detach().cpu() for name, tensor in tensors.items()}
 
 
@@ -83,7 +83,7 @@ def load_adapters(model: nn.Module, directory: Path) -> None:
     configs = cast("PeftModel", model).peft_config
     adapters = {name: get_peft_model_state_dict(model, adapter_name=name) for name in configs}
     keys, state = {name: list(own) for name, own in adapters.items()}, parallel_state(model)
-    stages = [keys] if state is None else over_stages(keys, state.mesh)
+    stages = [keys] if state is None else over_stages(keys, state.grid_mesh)
     names = {name: {key for stage in stages for key in stage[name]} for name in keys}
     for name, own in adapters.items():
         source = directory if name == "default" else directory / name
@@ -97,6 +97,6 @@ def load_adapters(model: nn.Module, directory: Path) -> None:
             for key, value in own.items():
                 if isinstance(value, DTensor):  # adapters are replicated, what is saved beside them may not be
                     assert state is not None
-                    value.to_local().copy_(shard_of(weights[key], value.placements, state.mesh))
+                    value.to_local().copy_(shard_of(weights[key], value.placements, state.grid_mesh))
                 else:
                     value.copy_(weights[key])

@@ -43,7 +43,7 @@ def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = Non
                 "a model of 4-bit weights cannot be saved whole over a grid with pipe: save its adapters alone, with "
                 "save_pretrained of the PeftModel."
             )
-        return whole_of_all_stages(state_dict, state.mesh)
+        return whole_of_all_stages(state_dict, state.grid_mesh)
     first = world_rank() == 0
     owners = owners_of(model)
     named = model.named_parameters(remove_duplicate=False)

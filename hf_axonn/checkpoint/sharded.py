@@ -83,7 +83,7 @@ def begin_save(model: nn.Module, directory: str | Path, *, async_save: bool = Fa
             "the weights of 4 bits of this model cannot be saved in shards: train it with adapters (get_peft_model), "
             "which are saved alone, or write the whole model with model.save_pretrained(DIR)."
         )
-    return Save(directory, state.grid, state.mesh.device, background=async_save)
+    return Save(directory, state.grid, state.grid_mesh.device, background=async_save)
 
 
 def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -125,7 +125,7 @@ def _places(model: nn.Module, groups: list[dict[str, Any]]) -> tuple[list[int], 
     name_of = {id(parameter): name for name, parameter in inner.named_parameters()}
     own = [[name_of[id(parameter)] for parameter in group["params"]] for group in groups]
     known = {name: place for place, name in enumerate(state.names)}
-    every = over_stages(own, state.mesh)
+    every = over_stages(own, state.grid_mesh)
     whole = [sorted({name for stage in every for name in stage[group]}) for group in range(len(groups))]
     if unknown := [name for names in whole for name in names if name not in known]:
         raise ValueError(
@@ -154,7 +154,7 @@ def _like(value: object, parameter: Tensor, mesh: GridMesh) -> object:
 def _mesh_of(model: nn.Module) -> GridMesh:
     state = parallel_state(model)
     assert state is not None, "a model of one process is loaded by Transformers itself"
-    return state.mesh
+    return state.grid_mesh
 
 
 def _slices(tensor: Tensor, mesh: GridMesh) -> tuple[slice, ...]:

@@ -41,7 +41,7 @@ def save_whole(model: nn.Module, directory: str | os.PathLike[str], max_shard_si
     state = parallel_state(model)
     assert state is not None, "of a parallelized model"
     tensors = _once_each(model)
-    staged = outline_all_stages(tensors, state.mesh)
+    staged = outline_all_stages(tensors, state.grid_mesh)
     outlines = {name: each.outline for name, each in staged.items()}
     plan = split_torch_state_dict_into_shards(outlines, filename_pattern=PATTERN, max_shard_size=max_shard_size)
     shapes = {name: (describe(each).dtype, tuple(each.shape)) for name, each in outlines.items()}
@@ -50,7 +50,7 @@ def save_whole(model: nn.Module, directory: str | os.PathLike[str], max_shard_si
 
     def full(name: str) -> Tensor:
         left.remove(name)
-        return whole_at_first(name, tensors, staged[name], state.mesh)
+        return whole_at_first(name, tensors, staged[name], state.grid_mesh)
 
     problem = ""
     if world_rank() == 0:
@@ -65,7 +65,7 @@ def save_whole(model: nn.Module, directory: str | os.PathLike[str], max_shard_si
             problem = f"{type(error).__name__}: {error}"
     for name in list(left):  # of other ranks, and of one that can write no more: the gathers need all
         full(name)
-    problem = first_problem(problem, state.mesh.device)
+    problem = first_problem(problem, state.grid_mesh.device)
     if problem:
         raise SaveError(f"{directory} was not saved: {problem}")
 

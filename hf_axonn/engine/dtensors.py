@@ -93,7 +93,7 @@ def take_shards(model: nn.Module, state_dict: dict, prefix: str, *_) -> None:
     for key, value in state_dict.items():
         own = parameters.get(key.removeprefix(prefix)) if key.startswith(prefix) else None
         if isinstance(own, DTensor) and not isinstance(value, DTensor) and own.shape == value.shape:
-            shard = shard_of(value, own.placements, model.axonn.mesh).clone(memory_format=torch.contiguous_format)
+            shard = shard_of(value, own.placements, model.axonn.grid_mesh).clone(memory_format=torch.contiguous_format)
             state_dict[key] = DTensor.from_local(
                 shard, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
             )

@@ -231,12 +231,12 @@ class _Average:
         self._launched = 0  # of `over_data`
         self._passes: set[int] = set()  # of autograd, which brought gradients
         self._in_flight: deque[_Bucket] = deque()
-        stage = state.mesh.group(*STAGE)
+        stage = state.grid_mesh.group(*STAGE)
         # Backward comes to the last parameters first. Sorting is stable: the same order on all ranks.
         for parameter in sorted(reversed(self.trained), key=lambda parameter: str(parameter.dtype)):
             placements = parameter.placements if isinstance(parameter, DTensor) else ()
             if any(isinstance(placement, Shard) for placement in placements):
-                self._place(parameter, self.over_data, state.mesh.group("data"))
+                self._place(parameter, self.over_data, state.grid_mesh.group("data"))
             else:
                 self._place(parameter, self.over_stage, stage)
 
@@ -301,17 +301,17 @@ class _Average:
             self._end_agreement(agreement)
         _unaveraged.pop(self.state, None)
         if self.state.tuner is not None:
-            self.state.tuner.tune(self.state.mesh.device)
+            self.state.tuner.tune(self.state.grid_mesh.device)
 
     def _start_agreement(self) -> Pending:
         """Tell all ranks which gradients exist here, and which buckets have to be averaged again."""
         flags = [parameter.grad is not None for parameter in self.trained]
         flags += [bucket in self._stale for bucket in self.over_data]
         # Filled on the device, in runs of equal flags: a list that is copied there makes the host wait.
-        message = torch.ones(len(flags), dtype=torch.int32, device=self.state.mesh.device)
+        message = torch.ones(len(flags), dtype=torch.int32, device=self.state.grid_mesh.device)
         for start, stop in _runs_of_false(flags):
             message[start:stop].zero_()
-        return start_all_reduce(message, self.state.mesh.group(*STAGE), op="max")
+        return start_all_reduce(message, self.state.grid_mesh.group(*STAGE), op="max")
 
     def _end_agreement(self, agreement: Pending) -> None:
         """Wait for the answer only where it can change something here.

@@ -163,7 +163,7 @@ class Product:
 
     def _leaves(self) -> Sequence[Tensor]:
         """Return the tensors that get the gradients: without z the parameters; none if nothing is trained."""
-        if self.state.mesh.size("z") > 1:
+        if self.state.grid_mesh.size("z") > 1:
             leaves = self.shards()
         else:
             leaves = [weight.parameter for weight in self.weights]
@@ -253,7 +253,7 @@ class Product:
 
 def gradient_dtype(state: ParallelState, weight: ShardedWeight, factors: torch.dtype) -> torch.dtype:
     """The dtype in which a product writes the gradient of a weight, which then travels over z or is there."""
-    over_z = state.mesh.size("z") > 1
+    over_z = state.grid_mesh.size("z") > 1
     return state.product_dtype(factors, torch.promote_types(factors, state.reduce_dtype) if over_z else weight.dtype)
 
 
@@ -273,7 +273,7 @@ def gradients_of_shards(
             for weight, layout, grad in zip(weights, layouts, grads, strict=True)
         ]
     state.context.reductions.make_room()
-    pending = state.context.reductions.add(start_reduction(grads, layouts, state.reduce_dtype, state.mesh))
+    pending = state.context.reductions.add(start_reduction(grads, layouts, state.reduce_dtype, state.grid_mesh))
     for index, (weight, layout) in enumerate(zip(weights, layouts, strict=True)):
         weight.slot.add(partial(finish_reduction, pending, index, layout, weight.dtype))
     return [weight.placeholder() for weight in weights]
@@ -394,7 +394,7 @@ def _weight_gradients(product: Product, trained: list[int], grads: list[Tensor],
         for i, weight in zip(trained, weights, strict=True)
     ]
     shard_grads = gradients_of_shards(state, weights, layouts, weight_grads)
-    if state.mesh.size("z") > 1:
+    if state.grid_mesh.size("z") > 1:
         return shard_grads
     return [weight.as_parameter(grad) for weight, grad in zip(weights, shard_grads, strict=True)]
 
@@ -411,7 +411,7 @@ def finish_deferred(state: ParallelState, deferred: Sequence[Callable[[], list[T
     for product, trained, grads in products:
         for i, grad in zip(trained, grads, strict=True):
             weight = product.weights[i]
-            if state.mesh.size("z") > 1:  # its slot has the sum of what all products have left there
+            if state.grid_mesh.size("z") > 1:  # its slot has the sum of what all products have left there
                 if weight in added:
                     continue
                 added.add(weight)

@@ -32,13 +32,15 @@ class ParallelState:
     """The layout of one model on the grid.
 
     Args:
-        mesh: the process groups; `grid` and `coordinates` are short for its own, `gather_cache` for the context's.
+        mesh: the process groups.
         config: the settings that the model is parallelized with.
         report: what `parallelize` did to the model.
         features: H where the residual stream has the feature layout, else 0.
         names: of the parameters of the whole model before stages divided it, in order.
 
     Attributes:
+        grid_mesh: the process groups; `grid` and `coordinates` are short for its own, `gather_cache` for the
+            context's.
         reduce_dtype: the dtype in which weight gradients travel.
         residual_dtype: of the residual stream between the layers; None: as the model has it.
         widens: whether products of 16-bit matrices can be written in float32, as on CUDA (`product_dtype`).
@@ -63,7 +65,7 @@ class ParallelState:
         features: int = 0,
         names: Sequence[str] = (),
     ) -> None:
-        self.mesh = mesh
+        self.grid_mesh = mesh
         self.config = config
         self.report = report or Report(str(mesh.grid), "")
         self.features = features
@@ -90,16 +92,16 @@ class ParallelState:
         and their layout there."""
         batch, seq = hidden.shape[-3:-1]
         # One rank replicates it, too.
-        sharded = self.mesh.size("x", "y") > 1 and (torch.is_grad_enabled() or seq > 1)
+        sharded = self.grid_mesh.size("x", "y") > 1 and (torch.is_grad_enabled() or seq > 1)
         return Tokens(batch, seq, sharded=sharded, features=self.features if sharded else 0)
 
     @property
     def grid(self) -> Grid:
-        return self.mesh.grid
+        return self.grid_mesh.grid
 
     @property
     def coordinates(self) -> dict[str, int]:
-        return self.mesh.coordinates
+        return self.grid_mesh.coordinates
 
     @property
     def gather_cache(self) -> GatherCache:
@@ -126,7 +128,7 @@ class ParallelState:
         key = id(module._parameters[name])
         if key not in self._weight_of_parameter:
             if hasattr(module._parameters[name], "four_bit"):
-                weight: ShardedWeight = FourBitWeight(module, name, self.mesh)
+                weight: ShardedWeight = FourBitWeight(module, name, self.grid_mesh)
                 self.four_bit = True
             else:
                 weight = ShardedWeight(module, name, transposed=is_conv1d(module), flat=flat, stays=stays)
@@ -163,7 +165,7 @@ class ParallelState:
                 sizes[layer] += weight.elements
         ahead, prefetch = self.context.gather_ahead, self.config.prefetch
         if isinstance(prefetch, int):
-            ahead.set_bundle_size(prefetch * self.mesh.size("x", "y"), lambda group: group.bytes)
+            ahead.set_bundle_size(prefetch * self.grid_mesh.size("x", "y"), lambda group: group.bytes)
         else:
             ahead.set_bundle_size(max(sizes.values(), default=1), lambda group: group.elements)
 

@@ -376,7 +376,7 @@ class GoldfishMixin(RecordingMixin):
         if axonn is None:
             rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         else:
-            rank, ranks = axonn.mesh.index("data", "rows"), axonn.grid.dp_size
+            rank, ranks = axonn.grid_mesh.index("data", "rows"), axonn.grid.dp_size
         first = (micro_batch * ranks + rank) * max(self.args.train_batch_size, rows)
         return torch.arange(first, first + rows)
 

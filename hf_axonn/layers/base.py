@@ -135,12 +135,12 @@ class FullLinear:
         self.linear = linear
         self.weights = [state.weight_of(linear)]
         self.out_features, self.in_features = linear_size(linear)
-        self.layouts = [weight_layout(WeightKind.LINEAR, self.out_features, self.in_features, state.mesh)]
+        self.layouts = [weight_layout(WeightKind.LINEAR, self.out_features, self.in_features, state.grid_mesh)]
         state.add_layer(linear, self)
         patch_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
-        mesh = self.state.mesh
+        mesh = self.state.grid_mesh
         product = Product(self.state, self.weights, self.layouts)
         (output,) = product.run(all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x")))
         output = all_reduce(output, mesh.group("y"))
@@ -152,7 +152,7 @@ class FullLinear:
     def full_weight(self) -> Tensor:
         """The weight as its module has it, for code that every rank of (x, y) repeats. All-gathers over z, y and x;
         backward: reduce-scatter over z."""
-        mesh = self.state.mesh
+        mesh = self.state.grid_mesh
         block = gathered_weight(Product(self.state, self.weights, self.layouts))
         rows = gather_features(block, self.in_features, mesh, "y")
         columns = gather_features(rows.t(), self.out_features, mesh, "x")
@@ -190,7 +190,7 @@ class Replicated:
 
     def full(self, name: str) -> Tensor:
         """A whole parameter as a plain tensor, in the graph."""
-        return replicated_local(self.module._parameters[name], self.state.mesh, self.partial_axes)
+        return replicated_local(self.module._parameters[name], self.state.grid_mesh, self.partial_axes)
 
     def _forward(self, original: Callable, *args, **kwargs):
         with self.plain_parameters():
@@ -266,7 +266,7 @@ class _FullWeight:
             return self._layer.full_weight()
         value = getattr(self._module, name)
         if isinstance(value, nn.Parameter):  # the bias, which every rank holds
-            return replicated_local(value, self._state.mesh, ())
+            return replicated_local(value, self._state.grid_mesh, ())
         return value
 
     def __call__(self, *args, **kwargs):

@@ -111,11 +111,11 @@ class ColumnParallel:
             ]
         self.segments = segments
         self.exchanges = [
-            HeadExchange(linear_size(linear)[0], parts, heads, state.mesh)
+            HeadExchange(linear_size(linear)[0], parts, heads, state.grid_mesh)
             for linear, parts in zip(linears, segments, strict=True)
         ]
         self.weights = [state.weight_of(linear) for linear in linears]
-        self.layouts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.mesh) for linear in linears]
+        self.layouts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.grid_mesh) for linear in linears]
         self.passing: BlockPass | None = None
         self.gathers_rows = False
         for index, linear in enumerate(linears):
@@ -135,19 +135,19 @@ class ColumnParallel:
         assert tokens is not None  # Block has seen to that
         rows = state.context.rows if self.gathers_rows else None
         if not tokens.sharded:
-            hidden = all_reduce_backward(take_features(hidden, state.mesh, "y"), state.mesh.group("x"))
+            hidden = all_reduce_backward(take_features(hidden, state.grid_mesh, "y"), state.grid_mesh.group("x"))
             return BlockPass(hidden if rows is None else rows.join(hidden))
-        group = state.mesh.group("x")
+        group = state.grid_mesh.group("x")
         dtype = hidden.dtype if state.requested_dtype(hidden, self.weights) else None
         hidden = hidden.to(state.compute_dtype(hidden, self.weights))
-        if state.mesh.size("y") > 1 and not tokens.features:
+        if state.grid_mesh.size("y") > 1 and not tokens.features:
             # Some layers hand their MLP flat tokens.
-            hidden = tokens_to_features(hidden.reshape(1, -1, hidden.shape[-1]), state.mesh)
+            hidden = tokens_to_features(hidden.reshape(1, -1, hidden.shape[-1]), state.grid_mesh)
         early = early and rows is None  # else products are of whole rows
         if not early:
             hidden = all_gather(hidden.reshape(-1, hidden.shape[-1]), group).flatten(0, 1)
         if not early or group.size() == 1:
-            if tokens.padded_count(state.mesh) > tokens.count:
+            if tokens.padded_count(state.grid_mesh) > tokens.count:
                 hidden = hidden.reshape(-1, hidden.shape[-1])[: tokens.count]
             hidden = hidden.reshape(tokens.batch, tokens.seq, -1)
             return BlockPass(hidden if rows is None else rows.join(hidden), dtype=dtype)
@@ -168,7 +168,7 @@ class ColumnParallel:
         return passing.outputs.pop(index)
 
     def _compute(self, hidden: Tensor) -> list[Tensor]:
-        passing, mesh = self.passing, self.state.mesh
+        passing, mesh = self.passing, self.state.grid_mesh
         outputs = None if passing is None else passing.products_of(hidden)
         if outputs is None:
             outputs = Product(self.state, self.weights, self.layouts).run(hidden)
@@ -193,7 +193,7 @@ class ColumnParallel:
 
     def _place(self, output: Tensor, index: int) -> Tensor:
         """[T, own features], or [B, S, own features] of a projection -> the features that this rank works on."""
-        mesh, linear, exchange, heads = self.state.mesh, self.linears[index], self.exchanges[index], self.heads
+        mesh, linear, exchange, heads = self.state.grid_mesh, self.linears[index], self.exchanges[index], self.heads
         every_head = heads is not None and not heads.axes  # every rank of x continues with all of them
         if linear._parameters.get("bias") is None and exchange.is_slice and not every_head:
             return output
@@ -238,7 +238,7 @@ class RowParallel:
         self.weights = [state.weight_of(linear)]
         self.hidden_size = linear_size(linear)[0]
         self.layouts = [
-            weight_layout(WeightKind.ROW, *linear_size(linear), state.mesh, full_input="y" not in self.axes)
+            weight_layout(WeightKind.ROW, *linear_size(linear), state.grid_mesh, full_input="y" not in self.axes)
         ]
         patch_forward(linear, self._forward)
 
@@ -261,7 +261,7 @@ class RowParallel:
         return RowParallel(self.state, copy_, self.heads, like=self)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
-        state, mesh, tokens = self.state, self.state.mesh, self.state.context.tokens
+        state, mesh, tokens = self.state, self.state.grid_mesh, self.state.context.tokens
         assert tokens is not None  # Block has seen to that
         hidden = self.take_positions(hidden)
         product = Product(state, self.weights, self.layouts)

@@ -44,8 +44,8 @@ def keyed_random(state: ParallelState, axes: tuple[str, ...], *, tokens: tuple[s
         seed = int(torch.randint(2**62, (), device="cpu"))
     else:
         seed = mix(outer, context.count_random())
-    coordinates = [state.mesh.index(axis) for axis in (*tokens, *axes)]
-    device = state.mesh.device
+    coordinates = [state.grid_mesh.index(axis) for axis in (*tokens, *axes)]
+    device = state.grid_mesh.device
     # fork_rng puts the generators back, so that ranks are in step again afterwards.
     devices = [] if device.type == "cpu" else [device]
     with context.with_seed(seed, 0), torch.random.fork_rng(devices, device_type=_device_type(device)):

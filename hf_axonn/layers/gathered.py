@@ -46,14 +46,14 @@ class GatheredParameters(Replicated):
         self.products: dict[str, Product] = {}
         for name in names:
             first, *others = module._parameters[name].shape
-            layout = weight_layout(WeightKind.GATHERED, first, math.prod(others), state.mesh)
+            layout = weight_layout(WeightKind.GATHERED, first, math.prod(others), state.grid_mesh)
             self.products[name] = Product(state, [state.weight_of(module, name, flat=True)], [layout])
         super().__init__(state, module, partial_axes, own=own)
 
     def full(self, name: str) -> Tensor:
         if name not in self.products:
             return super().full(name)
-        mesh, shape = self.state.mesh, self.module._parameters[name].shape
+        mesh, shape = self.state.grid_mesh, self.module._parameters[name].shape
         blocks = gathered_weight(self.products[name])
         for axis in ("y", "x"):
             gather = all_gather if axis in self.partial_axes else gather_replicated

@@ -44,7 +44,7 @@ class LatentColumnParallel(ColumnParallel):
     """
 
     def _compute(self, hidden: Tensor) -> list[Tensor]:
-        mesh = self.state.mesh
+        mesh = self.state.grid_mesh
         return super()._compute(all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x")))
 
     def gather_rows(self, attention: nn.Module) -> None:
@@ -72,7 +72,7 @@ def install_latent(state: ParallelState, attention: nn.Module, row: RowParallel)
         tokens = state.context.tokens
         row.enter(hidden)
         if tokens.sharded:
-            hidden = gather_tokens(hidden.reshape(1, -1, hidden.shape[-1]), tokens, state.mesh)
+            hidden = gather_tokens(hidden.reshape(1, -1, hidden.shape[-1]), tokens, state.grid_mesh)
         return original(hidden, *args, **kwargs)
 
     patch_forward(attention, forward)
@@ -85,7 +85,7 @@ def rotary_hook(state: ParallelState, attention: nn.Module, row: RowParallel) ->
     def sum_gradients(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
         size = attention.qk_rope_head_dim
         latent, rotary = output.split([output.shape[-1] - size, size], dim=-1)
-        return torch.cat([latent, all_reduce_backward(rotary, state.mesh.group(*row.axes))], dim=-1)
+        return torch.cat([latent, all_reduce_backward(rotary, state.grid_mesh.group(*row.axes))], dim=-1)
 
     # A hook: whatever is installed on its forward. An adapter of the module adds to its output after that, so the
     # hooks stand on its last part too (parallel/adapters/install.py).

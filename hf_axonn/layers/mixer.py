@@ -135,7 +135,7 @@ class ChannelSum(GatheredParameters):
 
     def add_up(self, share: Tensor) -> Tensor:
         """The sum over ranks of what each has made of its own channels."""
-        group = self.state.mesh.group("x", "y")
+        group = self.state.grid_mesh.group("x", "y")
         return all_reduce_backward(all_reduce(share, group), group)
 
 
@@ -149,7 +149,7 @@ class GatedNorm:
 
     def __init__(self, state: ParallelState, module: nn.Module, kind: GatedNormKind, heads: Heads) -> None:
         self.state, self.module, self.kind, self.axes = state, module, kind, heads.axes
-        mesh = state.mesh
+        mesh = state.grid_mesh
         (size,) = module.get_parameter("weight").shape
         self.exchange = HeadExchange(size, ("query",), heads, mesh)
         self.shards = group_shards(size, kind, heads, mesh)
@@ -157,7 +157,7 @@ class GatedNorm:
 
     def _forward(self, _original: Callable, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
         weight = cast(nn.Parameter, self.module._parameters["weight"])  # not what a reader is shown in its place
-        full = replicated_local(weight, self.state.mesh, self.axes)
+        full = replicated_local(weight, self.state.grid_mesh, self.axes)
         return normalize_gated(hidden, gate, self.exchange.take(full), self.kind, self.shards)
 
 

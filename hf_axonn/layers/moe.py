@@ -108,20 +108,20 @@ class Experts:
     def __init__(self, state: ParallelState, module: nn.Module) -> None:
         self.state = state
         self.module = module
-        self.range = own_experts(cast(int, module.num_experts), state.mesh, over_z=self.whole)
+        self.range = own_experts(cast(int, module.num_experts), state.grid_mesh, over_z=self.whole)
         self.signature = inspect.signature(module.forward)
         self.products = {}
         self.added: dict[str, Callable[[Tensor], Tensor]] = {}
         state.add_layer(module, self)
         for name in expert_weights(module):
-            layout = expert_layout(module._parameters[name].shape, state.mesh, over_z=self.whole)
+            layout = expert_layout(module._parameters[name].shape, state.grid_mesh, over_z=self.whole)
             # One product for each, so that no weight has to be copied out of a gather of several.
             self.products[name] = Product(state, [state.weight_of(module, name, stays=self.whole)], [layout])
         patch_forward(module, self._forward)
 
     def _forward(self, original: Callable, *args: Tensor, **kwargs: Tensor) -> Tensor:
         hidden, choices, weights = self.signature.bind(*args, **kwargs).args
-        group = self.state.mesh.group("x", "y")
+        group = self.state.grid_mesh.group("x", "y")
         flat = hidden.reshape(-1, hidden.shape[-1]).to(self.state.compute_dtype(hidden))
         enter = _gather if self._sharded else all_reduce_backward
         flat, weights = enter(flat, group), enter(weights, group)
@@ -186,7 +186,7 @@ class Experts:
     @contextlib.contextmanager
     def _parameters(self, gathered: Sequence[Tensor]) -> Iterator[None]:
         """Let the module see plain tensors of its own experts, and only as many experts as it has here."""
-        module, mesh = self.module, self.state.mesh
+        module, mesh = self.module, self.state.grid_mesh
         local = dict(zip(self.products, gathered, strict=True))
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in local:
@@ -221,7 +221,7 @@ class MovingExperts(Experts):
         super().__init__(state, module)
         owners = expert_owners(cast(int, module.num_experts), state.grid)
         rank_of = {expert: rank for rank, experts in enumerate(owners) for expert in experts}
-        self.owners = torch.tensor([rank_of[expert] for expert in sorted(rank_of)], device=state.mesh.device)
+        self.owners = torch.tensor([rank_of[expert] for expert in sorted(rank_of)], device=state.grid_mesh.device)
         self.meanwhile: ComputedAhead | None = None
 
     def compute_meanwhile(self, meanwhile: ComputedAhead) -> None:
@@ -234,7 +234,7 @@ class MovingExperts(Experts):
         if self._sharded:
             total = self._move(original, hidden, flat, choices, weights)
         else:
-            group = self.state.mesh.group("x", "y")
+            group = self.state.grid_mesh.group("x", "y")
             count = len(flat)
             start, stop = bounds(count, group.size(), group.rank())
             share = ceil_div(count, group.size())
@@ -245,7 +245,7 @@ class MovingExperts(Experts):
 
     def _move(self, original: Callable, given: Tensor, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         """The sum over all experts of each of this rank's tokens, [T, H]; `given`: the module's input."""
-        group = self.state.mesh.group(*DISPATCH)
+        group = self.state.grid_mesh.group(*DISPATCH)
         routes = self.state.context.once(lambda: find_routes(choices, self.owners, group))
         # Choices are numbers up to E, which float32 has exactly.
         dtype = torch.promote_types(weights.dtype, torch.float32)
@@ -275,7 +275,7 @@ class SortedExperts(Experts):
     """
 
     def _forward(self, original: Callable, hidden: Tensor) -> Tensor:
-        mesh, experts = self.state.mesh, cast(int, self.module.num_experts)
+        mesh, experts = self.state.grid_mesh, cast(int, self.module.num_experts)
         group, own = mesh.group("x", "y"), slice(self.range.start, self.range.stop)
         # Ranks of (x, y) are numbered with y innermost, experts are sharded over y first.
         owners = [

@@ -189,7 +189,7 @@ class FeatureNorm:
         self.state = state
         self.module = module
         self.kind = kind
-        mesh, y = state.mesh, state.mesh.size("y")
+        mesh, y = state.grid_mesh, state.grid_mesh.size("y")
         spans = [bounds(kind.size, y, index) for index in range(y)]
         self.shards = FeatureShards(tuple(stop - start for start, stop in spans), mesh.index("y"), mesh.group("y"))
         self._dtypes: dict[tuple, torch.dtype] = {}
@@ -206,7 +206,7 @@ class FeatureNorm:
     def _own(self, name: str | None) -> Tensor | None:
         if name is None:
             return None
-        return replicated_local(self.module._parameters[name], self.state.mesh, ("x", "y"))[self.shards.own]
+        return replicated_local(self.module._parameters[name], self.state.grid_mesh, ("x", "y"))[self.shards.own]
 
     def _dtype(self, original: Callable, hidden: Tensor, weight: Tensor | None) -> torch.dtype:
         return result_dtype(original, hidden, weight, self.kind, self._dtypes)
@@ -240,7 +240,7 @@ class InnerNorm:
 
     def __init__(self, state: ParallelState, module: nn.Module, kind: NormKind, exchange: HeadExchange) -> None:
         self.state, self.module, self.kind, self.exchange = state, module, kind, exchange
-        mesh, self.axes = state.mesh, exchange.axes
+        mesh, self.axes = state.grid_mesh, exchange.axes
         self.shards = FeatureShards(exchange.counts, mesh.index(*self.axes), mesh.group(*self.axes))
         self.repeated = replace(kind, size=sum(exchange.counts))
         self._dtypes: dict[tuple, torch.dtype] = {}
@@ -255,5 +255,5 @@ class InnerNorm:
     def _own(self, name: str | None) -> Tensor | None:
         if name is None:
             return None
-        full = replicated_local(self.module._parameters[name], self.state.mesh, self.axes)
+        full = replicated_local(self.module._parameters[name], self.state.grid_mesh, self.axes)
         return self.exchange.take(full)[: self.shards.counts[self.shards.index]]

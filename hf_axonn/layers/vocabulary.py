@@ -89,7 +89,7 @@ def _full_weight(layer: Embedding | Head, size: int) -> Tensor:
     """[V, H], for code that every rank of (x, y) repeats. All-gathers over z and (x, y); backward: reduce-scatter
     over z."""
     block = gathered_weight(Product(layer.state, layer.weights, layer.layouts))
-    return in_order(gather_replicated(block, layer.state.mesh.group("x", "y")), size, layer.state.mesh)
+    return in_order(gather_replicated(block, layer.state.grid_mesh.group("x", "y")), size, layer.state.grid_mesh)
 
 
 def in_order(blocks: Tensor, size: int, mesh: GridMesh) -> Tensor:
@@ -116,12 +116,14 @@ class Embedding:
         self.state = state
         self.module = module
         self.weights = [state.weight_of(module)]
-        self.layouts = [weight_layout(WeightKind.VOCABULARY, module.num_embeddings, module.embedding_dim, state.mesh)]
+        self.layouts = [
+            weight_layout(WeightKind.VOCABULARY, module.num_embeddings, module.embedding_dim, state.grid_mesh)
+        ]
         state.add_layer(module, self)
         patch_forward(module, self._forward)
 
     def _forward(self, _original: Callable, ids: Tensor) -> Tensor:
-        mesh, module = self.state.mesh, self.module
+        mesh, module = self.state.grid_mesh, self.module
         check_vocabulary(ids, module.num_embeddings, "token id", mesh, training=module.training)
         own = vocabulary_range(module.num_embeddings, mesh)
         is_own = (ids >= own.start) & (ids < own.stop)
@@ -152,7 +154,7 @@ def own_tokens(hidden: Tensor, state: ParallelState) -> tuple[Tensor, Tokens]:
     if state.context.tokens is not None:
         return hidden, state.context.tokens
     tokens = Tokens(*hidden.shape[:2], sharded=True)
-    return take_tokens(hidden, tokens, state.mesh), tokens
+    return take_tokens(hidden, tokens, state.grid_mesh), tokens
 
 
 class Head:
@@ -166,7 +168,7 @@ class Head:
         self.state = state
         self.linear = linear
         self.weights = [state.weight_of(linear)]
-        self.layouts = [weight_layout(WeightKind.VOCABULARY, linear.out_features, linear.in_features, state.mesh)]
+        self.layouts = [weight_layout(WeightKind.VOCABULARY, linear.out_features, linear.in_features, state.grid_mesh)]
         state.add_layer(linear, self)
         patch_forward(linear, self._forward)
 
@@ -183,13 +185,13 @@ class Head:
         """[V/(x*y)], zero-padded like the local logits."""
         if self.linear.bias is None:
             return None
-        own = vocabulary_range(self.linear.out_features, self.state.mesh)
-        bias = replicated_local(self.linear.bias, self.state.mesh, ("x", "y"))
+        own = vocabulary_range(self.linear.out_features, self.state.grid_mesh)
+        bias = replicated_local(self.linear.bias, self.state.grid_mesh, ("x", "y"))
         return pad_dim(bias[own.start : own.stop], 0, self.layouts[0].out_size)
 
     def full_logits(self, hidden: Tensor) -> Tensor:
         """[..., H], the same on all ranks of (x, y) -> [..., V]."""
-        mesh, size = self.state.mesh, self.linear.out_features
+        mesh, size = self.state.grid_mesh, self.linear.out_features
         (local,) = self.product().run(all_reduce_backward(hidden, mesh.group("x", "y")))
         bias = self.local_bias()
         if bias is not None:
@@ -247,7 +249,7 @@ class DeferredLogits:
         """[B, S, V] on every rank of (x, y) and context, each of which then repeats the same work. Collective over
         (x, y), and over context."""
         if self._full is None:
-            mesh = self.head.state.mesh
+            mesh = self.head.state.grid_mesh
             logits = self.head.full_logits(gather_tokens(self.hidden, self.tokens, mesh))
             for adapter in self.beside:
                 low = gather_tokens(adapter.low, self.tokens, mesh)
@@ -260,7 +262,7 @@ class DeferredLogits:
         """Return what adapters add, (low [T/(x*y), R], up [V/(x*y), R]); `up` is zero-padded like the local logits."""
         if not self.beside:
             return None, None
-        mesh = self.head.state.mesh
+        mesh = self.head.state.grid_mesh
         own = vocabulary_range(self.head.linear.out_features, mesh)
         low = torch.cat([adapter.low.squeeze(0).to(dtype) for adapter in self.beside], dim=-1)
         ups = [

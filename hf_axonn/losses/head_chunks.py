@@ -57,7 +57,7 @@ class HeadChunks:
         Raises:
             ValueError: the numbers of targets and tokens differ.
         """
-        head, mesh = logits.head, logits.head.state.mesh
+        head, mesh = logits.head, logits.head.state.grid_mesh
         if len(targets) != logits.tokens.count:
             raise ValueError(
                 f"labels for {len(targets)} tokens, but logits of {list(logits.shape[:2])}, which are "
@@ -76,7 +76,7 @@ class HeadChunks:
 
     @property
     def group(self) -> ProcessGroup:
-        return self.product.state.mesh.group("x", "y")
+        return self.product.state.grid_mesh.group("x", "y")
 
     def spans(self, columns: int) -> Iterator[slice]:
         """Yield the tokens of each rank in a chunk, `columns` logits each: equally many chunks on all (x, y)."""

@@ -166,7 +166,7 @@ class RouterLoss:
 
     def compute(self, original: Callable, arguments: dict) -> Tensor:
         """The loss of all (data, z). Collectives: those of `switch_loss`, or an all-gather of the logits."""
-        mesh = self.state.mesh
+        mesh = self.state.grid_mesh
         if self.state.context.stage is not None:
             return self._stage_loss(self.state.context.stage, **arguments)
         if mesh.size(*TOKENS) == 1:
@@ -187,7 +187,7 @@ class RouterLoss:
 
         Collectives: as `switch_loss`, in the last stage.
         """
-        mesh, size = self.state.mesh, len(empty_routing(num_experts, "meta"))
+        mesh, size = self.state.grid_mesh, len(empty_routing(num_experts, "meta"))
         if stage.routing is not None and len(stage.routing) != size:
             raise ValueError(
                 f"the auxiliary loss is of {num_experts} experts, but the stage before has sent sums of "

@@ -32,14 +32,14 @@ from hf_axonn.losses.causal_lm import CausalLMLoss
 
 def install_shares(state: ParallelState, model: nn.Module) -> None:
     """Make whatever a model returns as its loss for `num_items_in_batch` a share. No communication."""
-    if state.mesh.size(*ROWS) > 1:
+    if state.grid_mesh.size(*ROWS) > 1:
         patch_forward(model, functools.partial(_forward, state, model))
 
 
 def _forward(state: ParallelState, model: nn.Module, original: Callable, /, *args, **kwargs):
     if kwargs.get("num_items_in_batch") is None or not state.context.items_of_all:
         return original(*args, **kwargs)
-    samples = state.mesh.size(*ROWS)
+    samples = state.grid_mesh.size(*ROWS)
     with state.context.multiplied_shares(samples), _calls_of_loss(model, samples) as calls:
         output = original(*args, **kwargs)
     if not (calls() or _is_of_transformers(model)):

@@ -73,7 +73,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
         tokens = found.tokens.view(found.rows, -1)
         if shift_labels is None:  # as they stood in the labels, of which nothing predicts the first
             tokens = pad(tokens[:, :-1], (1, 0), value=IGNORE_INDEX)
-        check_vocabulary(tokens, self.vocabulary, "label", self.state.mesh, training=True, ignored=IGNORE_INDEX)
+        check_vocabulary(tokens, self.vocabulary, "label", self.state.grid_mesh, training=True, ignored=IGNORE_INDEX)
         return found
 
     @contextmanager
@@ -166,7 +166,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
             weighted_sum = weighted_sum * self.state.context.share_factor
         if num_items_in_batch is not None or not torch.is_grad_enabled():
             return super().normalize(weighted_sum, kept_count, num_items_in_batch)
-        mesh = self.state.mesh
+        mesh = self.state.grid_mesh
         kept_count = kept_count if self._kept_of_batch is None else self._kept_of_batch
         count = reduce_(kept_count.to(weighted_sum.device, torch.float64, copy=True), mesh.group(*ROWS))
         return weighted_sum * (mesh.size(*ROWS) / count.clamp(min=1)).to(weighted_sum.dtype)

@@ -114,7 +114,7 @@ class ExpertBalance:
             counts = counts if world is None else reduce_(counts, world)
             pairs = counts.sum(dim=1).clamp(min=1)
             return Imbalance((entropy, tokens), ((counts.amax(dim=1) * self._numbers / pairs).max().item(), 0.0))
-        mesh, layers = self._state.mesh, [self._state.sharded_layers[module] for module in self._layers.values()]
+        mesh, layers = self._state.grid_mesh, [self._state.sharded_layers[module] for module in self._layers.values()]
         experts = [layer for layer in layers if isinstance(layer, Experts)]
         together, others = (DISPATCH, ("data",)) if experts[0].whole else (("x", "y"), TOKENS)
         counts = reduce_(counts, mesh.group(*together))
@@ -181,7 +181,7 @@ def _counted_tokens(state: ParallelState | None, count: int, device: torch.devic
     """[count], True for those of the tokens at hand that fill nothing up and that no other rank counts; None: all."""
     if state is None:
         return None
-    mesh, tokens, rows, stage = state.mesh, state.context.tokens, state.context.rows, state.context.stage
+    mesh, tokens, rows, stage = state.grid_mesh, state.context.tokens, state.context.rows, state.context.stage
     parts, here = mesh.size("x", "y"), mesh.index("x", "y")
     if tokens is None or (parts > 1 and count == tokens.count):  # every rank of (x, y) has all of them
         if here:

@@ -85,7 +85,7 @@ class Monitor:
             )
         self._device = next(model.parameters()).device
         self._world = dist.group.WORLD if dist.is_initialized() else None
-        self._counts = state is None or state.mesh.index(*SAME_SAMPLES) == 0
+        self._counts = state is None or state.grid_mesh.index(*SAME_SAMPLES) == 0
         self._peak, self._shape = _peak_and_shape(model, self._device, peak_tflops)
         self._trained = num_parameters(model, only_trainable=True) / num_parameters(model)
         self._waits = WaitTimer(self._device) if state is not None and state.grid.size > 1 else None

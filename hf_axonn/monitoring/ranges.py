@@ -57,7 +57,7 @@ def named_ranges(model: nn.Module) -> Iterator[None]:
 
 def _axes_of(group: ProcessGroup, state: ParallelState | None) -> str:
     """The axes of a process group of the model's grid; world for others."""
-    axes = state.mesh.find_axes(group) if state is not None else None
+    axes = state.grid_mesh.find_axes(group) if state is not None else None
     return ", ".join(axes) if axes else "world"
 
 

@@ -251,7 +251,7 @@ def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any], st
         positions = number_positions(model, tokens, mask)
     elif positions.dim() != 2 or positions.shape[1] != length:
         raise ValueError(f"position_ids are {list(positions.shape)}, but of rows of {length} they are [B, {length}].")
-    return Rows(state.mesh, batch, length, positions, mask, documents=_separates(model, given), striped=striped)
+    return Rows(state.grid_mesh, batch, length, positions, mask, documents=_separates(model, given), striped=striped)
 
 
 def _separates(model: nn.Module, given: Mapping[str, Any]) -> bool:

@@ -81,8 +81,8 @@ def _layer(
             tokens = replace(tokens, sharded=False, features=0)
         state.context.enter_layers(tokens)
         if tokens.sharded:
-            hidden = take_tokens(hidden, tokens, state.mesh)
-    tokens, mesh = state.context.tokens, state.mesh
+            hidden = take_tokens(hidden, tokens, state.grid_mesh)
+    tokens, mesh = state.context.tokens, state.grid_mesh
     args = (hidden, *args)
     if plan.per_token and tokens.sharded:
         given = signature.bind(*args, **kwargs)
@@ -120,7 +120,7 @@ def _map_first(output, function: Callable):
 def _full_sequence(state: ShardedModel, original: Callable, /, *args, **kwargs):
     """A module that needs the full sequence: tokens are gathered over (x, y) for it, every rank does all of its work
     (but for its Linears), and takes its own tokens of the first result."""
-    tokens, mesh = state.context.tokens, state.mesh
+    tokens, mesh = state.context.tokens, state.grid_mesh
     if tokens is None or not tokens.sharded:
         return original(*args, **kwargs)
     shape = split_hidden_states(args, kwargs)[0].shape
@@ -215,7 +215,7 @@ def _decoder(state: ShardedModel, ended: bool, original: Callable, /, *args, **k
         return output
 
     def full(hidden: Tensor) -> Tensor:
-        return gather_tokens(hidden, tokens, state.mesh)
+        return gather_tokens(hidden, tokens, state.grid_mesh)
 
     leave = state.context.defer_head and not ended  # to the loss, which takes this rank's tokens
     last = (lambda hidden: hidden) if leave or ended else full
@@ -238,7 +238,7 @@ def _gather_routers(state: ShardedModel, output: dict, tokens: Tokens | None) ->
     """Let the router logits of an output be those of all tokens. Collectives: those of `full_router_logits`."""
     if tokens is not None and tokens.sharded and output.get("router_logits") is not None:
         output["router_logits"] = tuple(
-            full_router_logits(logits, tokens, state.mesh) for logits in output["router_logits"]
+            full_router_logits(logits, tokens, state.grid_mesh) for logits in output["router_logits"]
         )
 
 
@@ -246,7 +246,7 @@ def _all_heads(state: ShardedModel, weights: Tensor) -> Tensor:
     """Attention weights [B, own heads, S, S] -> [B, heads, S, S]. All-gather over the axes that divide the heads."""
     if not state.attention_axes:
         return weights
-    blocks = gather_replicated(weights, state.mesh.group(*state.attention_axes))
+    blocks = gather_replicated(weights, state.grid_mesh.group(*state.attention_axes))
     return blocks.movedim(0, 1).flatten(1, 2)
 
 
@@ -284,7 +284,7 @@ def install_causal_lm(state: ShardedModel, model: nn.Module) -> None:
     base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
     if isinstance(base, nn.Module) and base is not model:
         patch_forward(base, functools.partial(_base_model, state, model))
-    if state.mesh.size("z") > 1 and hasattr(model, "generate"):
+    if state.grid_mesh.size("z") > 1 and hasattr(model, "generate"):
         model.generate = functools.partial(_generate, state, model, model.generate)
 
 

@@ -140,7 +140,7 @@ def add_second_scales(model: nn.Module) -> None:
         bits: FourBit = weight.four_bit
         if not bits.wants_second:
             continue
-        mesh, placements, shape = state.mesh, weight.placements, (bits.rows, bits.cols // bits.block)
+        mesh, placements, shape = state.grid_mesh, weight.placements, (bits.rows, bits.cols // bits.block)
         stored = local(weight)
         scales = stored.view(len(stored), -1, bits.block_bytes)[..., bits.block // 2 :].contiguous()
         own = scales.view(torch.float32).squeeze(2)

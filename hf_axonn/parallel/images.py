@@ -99,7 +99,7 @@ class Images:
                     f"it is not known what a blank image is to {self.config.model_type} models: give each of "
                     "them a row with an image, or set z to 1."
                 )
-            self.blank = not every[self.state.mesh.index("z")]
+            self.blank = not every[self.state.grid_mesh.index("z")]
         try:
             return original(*args, **(kwargs | self._blank_image(given) if self.blank else kwargs))
         finally:
@@ -153,7 +153,7 @@ class Images:
         Raises:
             ValueError: some of them have videos, and some have none.
         """
-        mesh = self.state.mesh
+        mesh = self.state.grid_mesh
         if mesh.size("z") == 1:
             return []
         own = [int(given.get(name) is not None) for name in PIXELS]
@@ -167,7 +167,7 @@ class Images:
 
     def _blank_image(self, given: dict[str, Any]) -> dict[str, Tensor]:
         """Return the arguments of one blank image."""
-        blank = BLANKS[self.config.model_type](self.config.vision_config, self.state.mesh.device)
+        blank = BLANKS[self.config.model_type](self.config.vision_config, self.state.grid_mesh.device)
         if "mm_token_type_ids" in self.signature.parameters and given.get("mm_token_type_ids") is None:
             blank["mm_token_type_ids"] = torch.zeros_like(given["input_ids"])
         return blank
@@ -200,7 +200,7 @@ def _add_features(
 
     Features without a place are those of a blank image. Backward: all-gather over (x, y).
     """
-    tokens, mesh = state.context.tokens, state.mesh
+    tokens, mesh = state.context.tokens, state.grid_mesh
     features = features.to(hidden.device, hidden.dtype)
     added = features.new_zeros(*places.shape, features.shape[-1])
     added = added.masked_scatter(places.to(hidden.device).unsqueeze(-1), features)

@@ -56,7 +56,7 @@ def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: Shar
 
     A model of which nothing is sharded keeps its parameters as they are, as under DistributedDataParallel.
     """
-    mesh = state.mesh
+    mesh = state.grid_mesh
     if {kinds.get(id(parameter), WeightKind.REPLICATED) for parameter in model.parameters()} <= {
         WeightKind.REPLICATED
     }:
@@ -162,7 +162,7 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> N
         state.add_block(entry, way_in(state, entry, columns[0], row))
     if heads is not None:
         _install_heads(state, entry, heads, block)
-    reason = heads.why(state.mesh) if heads else ""
+    reason = heads.why(state.grid_mesh) if heads else ""
     for name, linear in zip(block.columns, linears, strict=True):
         _note(state, name, linear, WeightKind.COLUMN, reason)
     _note(state, block.row, last, WeightKind.ROW, reason)
@@ -170,7 +170,7 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> N
 
 def _install_heads(state: ShardedModel, attention: nn.Module, heads: Heads, block: BlockPlan) -> None:
     """Let attention see this rank's numbers of heads, and its own heads of arguments that have them all."""
-    mesh = state.mesh
+    mesh = state.grid_mesh
     query, kv = heads.own_query(mesh), heads.own_kv(mesh)
     if heads.replicate_kv and hasattr(attention, "num_key_value_groups"):
         attention.num_key_value_groups = query // kv
@@ -263,10 +263,10 @@ def _own_parts(model: nn.Module, block: BlockPlan, state: ShardedModel) -> OwnPa
         for path, (dim, segments) in block.mixer.parameters.items():
             owner, _, name = path.rpartition(".")
             module = entry.get_submodule(owner)
-            exchange = HeadExchange(getattr(module, name).shape[dim], segments, heads, state.mesh)
+            exchange = HeadExchange(getattr(module, name).shape[dim], segments, heads, state.grid_mesh)
             parts.setdefault(module, {})[name] = functools.partial(exchange.take, dim=dim)
     elif heads is not None:
-        rows, _ = feature_slice(heads.query, state.mesh, *heads.axes)
+        rows, _ = feature_slice(heads.query, state.grid_mesh, *heads.axes)
         parts[entry] = dict.fromkeys(entry._parameters, operator.itemgetter(rows))
     return parts
 
@@ -285,7 +285,7 @@ def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, s
             layer = state.sharded_layers[linear]
             if projection == block.row:
                 parts = ("query",) if heads else ("own",)
-                exchange = HeadExchange(linear_size(linear)[1], parts, heads, state.mesh)
+                exchange = HeadExchange(linear_size(linear)[1], parts, heads, state.grid_mesh)
             else:
                 exchange = layer.exchange_of(linear)
             if layer.axes:

@@ -86,7 +86,7 @@ class ShardedModel(ParallelState):
 
     def heads_of(self, block: BlockPlan) -> Heads | None:
         """Return how the heads of attention or of a mixer are divided; None where there are none."""
-        return Heads.divide(block.query, block.kv, self.mesh) if block.query else None
+        return Heads.divide(block.query, block.kv, self.grid_mesh) if block.query else None
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Return on which of (x, y) ranks do different work inside of the module of this name: the axes of the

@@ -76,7 +76,7 @@ def create_model_card(self, original: Callable, *args, **kwargs) -> None:
     card = Path(self.args.output_dir, "README.md")
     if state is None or not self.is_world_process_zero() or not card.is_file():
         return
-    copies = state.mesh.size(*SAME_SAMPLES)
+    copies = state.grid_mesh.size(*SAME_SAMPLES)
     text = TOTAL.sub(lambda found: f"{found[1]}{int(found[2]) // copies}", card.read_text(encoding="utf-8"))
     card.write_text(text, encoding="utf-8")
 

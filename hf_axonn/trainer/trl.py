@@ -109,7 +109,7 @@ def _hash_module(original: Callable, module: nn.Module) -> str:
         return original(module)
     shards = {name: local(value.detach()) for name, value in module.state_dict().items()}
     digest = original(types.SimpleNamespace(state_dict=lambda: shards))
-    return hashlib.sha256(json.dumps(gather_texts(digest, state.mesh.device)).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(gather_texts(digest, state.grid_mesh.device)).encode()).hexdigest()
 
 
 def _add_fused_lm_head(
@@ -183,7 +183,7 @@ def _output(model: nn.Module, inputs: dict[str, Any], statistics: Callable):
                 f"{type(model).__name__} returns no auxiliary loss of its router: set router_aux_loss_coef=0.0."
             )
         state = parallel_state(model)
-        shares = state.mesh.size(*ROWS) if state is not None and items is not None else 1
+        shares = state.grid_mesh.size(*ROWS) if state is not None and items is not None else 1
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * found.aux_loss / shares
     return FusedCausalLMOutput(
         loss=loss,

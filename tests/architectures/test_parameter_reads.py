@@ -128,7 +128,7 @@ def _equal() -> dict[str, str]:
     for grid in GRIDS:
         torch.manual_seed(1)
         net, report = parallelize(Net().double(), grid)
-        place = grid.coordinates(net.axonn.mesh.rank)
+        place = grid.coordinates(net.axonn.grid_mesh.rank)
         begin = (place["data"] * grid.z + place["z"]) * 8 // grid.dp_size
         mine = slice(begin, begin + 8 // grid.dp_size)
         grads = _train(net, ids[mine], targets[mine])

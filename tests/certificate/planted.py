@@ -375,7 +375,7 @@ def experts_mixed_over_z() -> None:
 
     def step(self, model, *args, **kwargs):
         loss = stock(self, model, *args, **kwargs)
-        group = parallel_state(model).mesh.group("z")
+        group = parallel_state(model).grid_mesh.group("z")
         for name, parameter in model.named_parameters():
             if "experts" in name:
                 gradient = local(parameter.grad)

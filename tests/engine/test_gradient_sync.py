@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 def trained(model, grid):
     model.train()
-    index = model.axonn.mesh.index("data", "z")
+    index = model.axonn.grid_mesh.index("data", "z")
     batch = {key: value[index : index + 1] for key, value in tiny_batch(4, 7).items()}
     with Float64():
         model(**batch).loss.backward()
@@ -186,7 +186,7 @@ def only_after_the_last_micro_batch():
             groups = []
             with collectives.observe(lambda kind, payload, group, groups=groups: groups.append(group)):
                 accelerator.backward(loss)
-            data = model.axonn.mesh.group("data")
+            data = model.axonn.grid_mesh.group("data")
             assert data is not dist.group.WORLD and groups
             sent.append((groups.count(data), groups.count(dist.group.WORLD)))
             optimizer.step()

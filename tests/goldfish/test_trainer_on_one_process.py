@@ -236,7 +236,7 @@ def test_place_in_the_step_on_a_grid(tmp_path, monkeypatch):
     trainer = trainer_for(config(tmp_path))
     for grid, z in ((Grid(data=2, z=3, x=2), 1), (Grid(data=2, z=6, context=2), 2), (Grid(data=2, z=6, context=2), 3)):
         mesh = GridPosition(grid, {"data": 1, "z": z, "x": grid.x - 1, "y": 0})
-        state = SimpleNamespace(grid=grid, mesh=mesh)
+        state = SimpleNamespace(grid=grid, grid_mesh=mesh)
         monkeypatch.setattr("hf_axonn.goldfish.trainer.parallel_state", lambda model, state=state: state)
         assert trainer._sample_ids(0, 2).tolist() == [8, 9]
         assert trainer._sample_ids(2, 2).tolist() == [32, 33]

@@ -48,7 +48,7 @@ def _equal() -> tuple[dict[str, str], list[int]]:
     for grid in GRIDS:
         torch.manual_seed(1)
         model, report = parallelize(Mixed().double(), grid)
-        place = grid.coordinates(model.axonn.mesh.rank)
+        place = grid.coordinates(model.axonn.grid_mesh.rank)
         begin = (place["data"] * grid.z + place["z"]) * 8 // grid.dp_size
         grads = _grads(model, inputs[begin : begin + 8 // grid.dp_size])
         sync_gradients(model)

@@ -338,7 +338,8 @@ def _memory(kind):
         loss.backward()
     assert len(storages) == 2 * forward and all(storage.expired() for storage in storages)
     sizes = [
-        len(vocabulary_range(4, model.axonn.mesh)) * rows * -(-cols // 2) * 8 for rows, cols in ((42, 48), (48, 21))
+        len(vocabulary_range(4, model.axonn.grid_mesh)) * rows * -(-cols // 2) * 8
+        for rows, cols in ((42, 48), (48, 21))
     ]
     for size in sizes:  # two layers; forward and backward
         assert calls.count(("all_gather", size)) == 4 and calls.count(("reduce_scatter", size)) == 2

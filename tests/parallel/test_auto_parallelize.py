@@ -87,7 +87,7 @@ def _equal() -> None:
                 loose = nn.Linear(7, 3)
             assert net.axonn.grid == loose.axonn.grid == grid
             assert {entry.kind for entry in net.axonn.report.entries} <= {"linear", "gathered", "replicated"}
-            place = grid.coordinates(net.axonn.mesh.rank)
+            place = grid.coordinates(net.axonn.grid_mesh.rank)
             first = (place["data"] * grid.z + place["z"]) * 8 // grid.dp_size
             mine = slice(first, first + 8 // grid.dp_size)
             torch.testing.assert_close(_step(net, inputs[mine], targets[mine]), answers[mine], rtol=1e-11, atol=1e-12)

@@ -102,7 +102,7 @@ def windowed(length):
 def exchanged(grid, case):
     """Bytes over context of a step, by kind of collective."""
     model, _ = parallelize(case.make().train(), grid, config=config_of(grid))
-    found, group = Counter(), model.axonn.mesh.group("context")
+    found, group = Counter(), model.axonn.grid_mesh.group("context")
     with observe(lambda kind, payload, of: found.update({kind: payload}) if of is group else None):
         model(**case.batches[0]).loss.backward()
     return found
@@ -144,7 +144,7 @@ def test_chunks_of_queries(monkeypatch, way):
 def traffic_of(grid, make):
     """Collectives over context of a step, by kind."""
     model, report = parallelize(make().train(), grid, config=config_of(grid))
-    found, group = [], model.axonn.mesh.group("context")
+    found, group = [], model.axonn.grid_mesh.group("context")
     with observe(lambda kind, payload, of: found.append((kind, payload)) if of is group else None):
         model(**tiny_batch(2, 8)).loss.backward()
     return found, report

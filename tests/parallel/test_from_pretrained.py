@@ -234,7 +234,7 @@ def _trains(folder: Path, truths: dict) -> None:
         options = {"dtype": torch.float64, "attn_implementation": attention}
         model = from_pretrained(folder / kind, grid=grid, **options).train()
         with exact():
-            ours = fit(model, [rows_of(tiny_batch(4, 7), grid, model.axonn.mesh.rank)])
+            ours = fit(model, [rows_of(tiny_batch(4, 7), grid, model.axonn.grid_mesh.rank)])
         for what in ("gradients", "parameters"):
             errors = relative_errors(getattr(ours, what), getattr(truth, what))
             assert max(errors.values()) < 1e-10, (kind, grid, what, errors)
@@ -284,7 +284,7 @@ def _adapters(folder: Path, grids: list[Grid], truth: Outcome, expected: torch.T
             torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-10, atol=1e-10)
         _train_adapters(model)
         with exact():
-            ours = fit(model, [rows_of(tiny_batch(4, 7), grid, model.axonn.mesh.rank)])
+            ours = fit(model, [rows_of(tiny_batch(4, 7), grid, model.axonn.grid_mesh.rank)])
         for what in ("gradients", "parameters"):
             errors = relative_errors(getattr(ours, what), getattr(truth, what))
             assert max(errors.values()) < 1e-10, (grid, what, errors)

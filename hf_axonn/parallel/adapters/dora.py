@@ -43,7 +43,7 @@ class ShardPlace:
     def in_weight(cls, base: nn.Module, state: ParallelState) -> ShardPlace:
         """Return the place in the weight of a Linear or an embedding."""
         weight = base.weight
-        slices = local_slices(weight.shape, weight.placements, state.mesh)
+        slices = local_slices(weight.shape, weight.placements, state.grid_mesh)
         transposed = is_conv1d(base) or isinstance(base, nn.Embedding)
         rows, cols = reversed(slices) if transposed else slices
         return cls(rows, cols, weight.shape[1 if transposed else 0], transposed)
@@ -69,7 +69,7 @@ def row_norms(block: Tensor, place: ShardPlace, state: ParallelState) -> Tensor:
     squares = block.new_zeros(place.size, dtype=torch.promote_types(block.dtype, torch.float32))
     squares[place.rows] = block.detach().to(squares.dtype).square().sum(dim=1)
     for axes in (("x", "y"), ("z",)):
-        squares = reduce_(squares, state.mesh.group(*axes))
+        squares = reduce_(squares, state.grid_mesh.group(*axes))
     return squares.sqrt()
 
 

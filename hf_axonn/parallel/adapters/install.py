@@ -182,12 +182,12 @@ def _copies(
     for adapter, copy in wrapper.modules_to_save.items():
         if not state.claim(copy):
             continue
-        broadcast_all(filter(_is_plain, copy.parameters()), state.mesh.group(*STAGE))
+        broadcast_all(filter(_is_plain, copy.parameters()), state.grid_mesh.group(*STAGE))
         for (path, module), like in zip(copy.named_modules(), original.modules(), strict=True):
             for name, parameter in list(module._parameters.items()):
                 if _is_plain(parameter):
                     if id(parameter) not in made:
-                        sharded = distribute_parameter(parameter, like._parameters[name].placements, state.mesh)
+                        sharded = distribute_parameter(parameter, like._parameters[name].placements, state.grid_mesh)
                         made[id(parameter)] = made[id(sharded)] = sharded
                     module._parameters[name] = made[id(parameter)]
             state.install_copy(like, module)
@@ -208,13 +208,13 @@ def _is_plain(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
 def _replicate(state: ShardedModel, names: dict, *modules: nn.Module) -> None:
     """Replicate the parameters of small modules with the values of a stage's first rank. Collectives:
     `broadcast_all`."""
-    placements = shard_placements(WeightKind.ADAPTER, state.mesh.grid)
+    placements = shard_placements(WeightKind.ADAPTER, state.grid_mesh.grid)
     new_ones = (each for module in modules for each in module._parameters.values() if _is_plain(each))
-    broadcast_all(new_ones, state.mesh.group(*STAGE))
+    broadcast_all(new_ones, state.grid_mesh.group(*STAGE))
     for module in modules:
         new = {name: parameter for name, parameter in module._parameters.items() if _is_plain(parameter)}
         module._parameters.update(
-            {name: distribute_parameter(parameter, placements, state.mesh) for name, parameter in new.items()}
+            {name: distribute_parameter(parameter, placements, state.grid_mesh) for name, parameter in new.items()}
         )
         if new:
             entry = Entry(names[module], WeightKind.ADAPTER, sum(parameter.numel() for parameter in new.values()))

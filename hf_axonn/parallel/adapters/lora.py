@@ -59,7 +59,7 @@ class OwnOutput:
 
     def parameter(self, parameter: nn.Parameter) -> Tensor:
         """This rank's rows of a replicated parameter [N, ...], in the graph."""
-        return self.take(replicated_local(parameter, self.state.mesh, self.axes))
+        return self.take(replicated_local(parameter, self.state.grid_mesh, self.axes))
 
 
 class ColumnOutput(OwnOutput):
@@ -96,11 +96,11 @@ class RowOutput(OwnOutput):
         assert tokens is not None  # Block has seen to that
         if tokens.sharded:
             return super().parameter(parameter)
-        return replicated_local(parameter, self.state.mesh, ())  # every rank repeats the work on all tokens
+        return replicated_local(parameter, self.state.grid_mesh, ())  # every rank repeats the work on all tokens
 
     def take(self, full: Tensor) -> Tensor:
         tokens = self.state.context.tokens
-        return take_slice(full, self.row.hidden_size, self.state.mesh, "y") if tokens.features else full
+        return take_slice(full, self.row.hidden_size, self.state.grid_mesh, "y") if tokens.features else full
 
 
 def output_of(state: ParallelState, linear: nn.Module, axes: tuple[str, ...]) -> OwnOutput:
@@ -141,7 +141,7 @@ class ColumnLora(PairLora):
     """A and B of a column layer. Collectives: all-reduce of [T, r] over y, forward and backward."""
 
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
-        mesh, axes = self.state.mesh, self.layer.axes
+        mesh, axes = self.state.grid_mesh, self.layer.axes
         own, padded = feature_slice(self.a.in_features, mesh, "y")
         a_axes = ("x", "y") if "x" in axes else ("y",)
         weight = pad_dim(replicated_local(self.a.weight, mesh, a_axes)[:, own], 1, padded)
@@ -155,7 +155,7 @@ class LatentLora(PairLora):
     """A and B of a projection out of a latent. Collectives: all-reduce of d[T, r] over the axes of the heads."""
 
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
-        mesh, axes = self.state.mesh, self.layer.axes
+        mesh, axes = self.state.grid_mesh, self.layer.axes
         down = F.linear(hidden, replicated_local(self.a.weight, mesh, ()))
         return all_reduce_backward(down, mesh.group(*axes)) if axes else down
 
@@ -164,7 +164,7 @@ class RowLora(PairLora):
     """A and B of a row layer. Collectives: all-reduce of [T, r] over the axes of its input; backward: over (x, y)."""
 
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
-        mesh, axes, tokens = self.state.mesh, self.layer.axes, self.state.context.tokens
+        mesh, axes, tokens = self.state.grid_mesh, self.layer.axes, self.state.context.tokens
         assert tokens is not None  # Block has seen to that
         hidden = self.layer.take_positions(hidden)
         own, padded = feature_slice(self.a.in_features, mesh, *axes)
@@ -175,7 +175,7 @@ class RowLora(PairLora):
         return all_reduce_backward(down, mesh.group("x", "y")) if tokens.sharded else down
 
     def _up(self, original: Callable, down: Tensor) -> Tensor:
-        mesh, tokens = self.state.mesh, self.state.context.tokens
+        mesh, tokens = self.state.grid_mesh, self.state.context.tokens
         assert tokens is not None  # Block has seen to that
         if tokens.sharded:
             axes = ("x",) if tokens.features else ("x", "y")
@@ -189,7 +189,7 @@ class ChannelLora(PairLora):
     """A and B of a mixer's Linear of all channels. Collectives: all-reduce of [T, r] over (x, y), both ways."""
 
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
-        own = self.layer.own["weight"](replicated_local(self.a.weight, self.state.mesh, ("x", "y")))
+        own = self.layer.own["weight"](replicated_local(self.a.weight, self.state.grid_mesh, ("x", "y")))
         return self.layer.add_up(F.linear(hidden, own))
 
 
@@ -208,7 +208,7 @@ class HeadLora:
         if not defers(hidden, self.state):
             return original(hidden)
         own, _ = own_tokens(hidden, self.state)
-        return F.linear(own, replicated_local(self.a.weight, self.state.mesh, ("x", "y")))
+        return F.linear(own, replicated_local(self.a.weight, self.state.grid_mesh, ("x", "y")))
 
     def _up(self, original: Callable, down: Tensor) -> Tensor | LowRank:
         return LowRank(down, self.b.weight) if defers(down, self.state) else original(down)

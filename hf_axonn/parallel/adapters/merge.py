@@ -87,9 +87,9 @@ class Merging:
 
     def _agree(self, problem: ValueError | None) -> None:
         """Fail on every rank if one of them has found a value that is not finite."""
-        failed = torch.tensor(float(problem is not None), device=self.state.mesh.device)
+        failed = torch.tensor(float(problem is not None), device=self.state.grid_mesh.device)
         for axes in (("x", "y"), ("z",)):
-            failed = reduce_(failed, self.state.mesh.group(*axes), op="max")
+            failed = reduce_(failed, self.state.grid_mesh.group(*axes), op="max")
         if failed:
             raise ValueError("merging would leave values that are not finite: the adapter is broken.") from problem
 
@@ -127,7 +127,7 @@ class ParameterMerging(Merging):
 
     def _find_place(self) -> None:
         parameter = self.base._parameters[self.layer.parameter_name]
-        self.slices = local_slices(parameter.shape, parameter.placements, self.state.mesh)
+        self.slices = local_slices(parameter.shape, parameter.placements, self.state.grid_mesh)
 
     def _delta(self, adapter: str) -> Tensor:
         a, b = (plain(part) for part in pair_of(self.layer, adapter))

@@ -46,7 +46,7 @@ class ParameterLora:
         experts = slice(None) if own is None else slice(own.start, own.stop)
         for adapter in adapters:
             a, b = (
-                replicated_local(part[adapter].weight, self.state.mesh, self.axes)
+                replicated_local(part[adapter].weight, self.state.grid_mesh, self.axes)
                 for part in (self.layer.lora_A, self.layer.lora_B)
             )
             left, right = factors(self.layer, a, b, experts)

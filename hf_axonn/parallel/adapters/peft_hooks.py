@@ -131,7 +131,7 @@ def _keep_stage(state: ShardedModel, model: nn.Module) -> Iterator[None]:
         ValueError: PEFT refuses the adapters of any stage; on every rank.
     Collectives: one of `gather_texts` over pipe.
     """
-    mesh, problem = state.mesh, ""
+    mesh, problem = state.grid_mesh, ""
 
     def named_modules(*args, **kwargs):  # where PEFT looks for what to adapt
         named = type(model).named_modules(model, *args, **kwargs)

@@ -99,7 +99,7 @@ def _check_tokens(model: nn.Module, pipeline: Pipeline, given: dict[str, Any]) -
 
     Raises and communicates as `check_vocabulary`.
     """
-    size, mesh = pipeline.stages.vocabulary, pipeline.state.mesh
+    size, mesh = pipeline.stages.vocabulary, pipeline.state.grid_mesh
     check_vocabulary(given["input_ids"], size, "token id", mesh, training=model.training)
     labels = _labels(given)
     if labels is not None:

@@ -53,10 +53,10 @@ class Pipeline:
 
     def __init__(self, state: ParallelState, stages: Stages, model: nn.Module) -> None:
         self.state = state
-        self.mesh = state.mesh
+        self.mesh = state.grid_mesh
         self.stages = stages
         self.model = model
-        self.group = state.mesh.group("pipe")
+        self.group = state.grid_mesh.group("pipe")
         if len(stages.own) > 1:
             record_outputs(stages.decoder)
         self._schedules: dict[tuple[Any, ...], tuple[Any, list[_StageModule]]] = {}

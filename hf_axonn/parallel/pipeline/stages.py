@@ -123,7 +123,7 @@ class Stages:
 
     def stream_dtype(self) -> torch.dtype:
         """The dtype of the residual stream between two stages in a pass that begins now."""
-        return self.state.as_residual(torch.empty((), dtype=self.dtype, device=self.state.mesh.device)).dtype
+        return self.state.as_residual(torch.empty((), dtype=self.dtype, device=self.state.grid_mesh.device)).dtype
 
     def outlines(self, batch: int, seq: int, experts: int) -> tuple[Tensor, ...]:
         """Return what travels between two stages in a pass of [batch, seq] tokens that begins now, on the meta device.
@@ -154,7 +154,7 @@ class Stages:
     def block_shape(self, batch: int, seq: int) -> tuple[int, ...]:
         """The local shape of the residual stream of whole rows [B, S, H] between two stages, in training."""
         seq = self.state.grid.positions(seq)
-        tokens, mesh = self.state.tokens_of(torch.empty(batch, seq, self.hidden, device="meta")), self.state.mesh
+        tokens, mesh = self.state.tokens_of(torch.empty(batch, seq, self.hidden, device="meta")), self.state.grid_mesh
         if not tokens.sharded:
             return batch, seq, self.hidden
         padded, x, y = tokens.padded_count(mesh), mesh.size("x"), mesh.size("y")
@@ -170,7 +170,7 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
         ValueError: the layers of the model are not known, or fewer than stages; or a module before or after them
             cannot be given to one stage.
     """
-    mesh, grid = state.mesh, state.mesh.grid
+    mesh, grid = state.grid_mesh, state.grid_mesh.grid
     count = grid.pipe * state.config.stages_per_rank
     if plan.decoder is None:
         raise ValueError(

@@ -141,7 +141,7 @@ def examine(specimen: Specimen, config: AxonnConfig) -> Finding:
     plan = plan_for(specimen.model, divided_rows=grid.context > 1)
     part = plan.reason is None and not divides_both(specimen.model, plan)
     model, report = parallelize(specimen.model, config=config)
-    mesh = model.axonn.mesh
+    mesh = model.axonn.grid_mesh
     with in_float64():
         loss = model_loss(model, rows_of(specimen.batch, grid, mesh.rank), grid.dp_size)
         loss.backward()

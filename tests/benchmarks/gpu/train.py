@@ -68,7 +68,7 @@ def make(name: str, options: argparse.Namespace) -> Training:
         grid = parse_grid(plain)
         switches = Overlap(**dict.fromkeys(options.without, False))
         model, _ = parallelize(model, grid, config=AxonnConfig(grid=grid, overlap=switches))
-        part = model.axonn.mesh.index("data", "z")
+        part = model.axonn.grid_mesh.index("data", "z")
         training = Training(model, parts=grid.dp_size, part=part, around_backward=partial(syncing, model))
     model = getattr(training.model, "module", training.model)  # inside of DDP's wrapper
     dtypes = {parameter.dtype for parameter in model.parameters()}

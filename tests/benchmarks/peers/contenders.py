@@ -148,7 +148,7 @@ def build(name: str, folder: Path) -> Training:
     keep = ({"keep_gathered": kept} if kept else {}) | ({"experts": experts} if experts else {})
     settings = AxonnConfig(grid=grid, overlap=Overlap(**dict.fromkeys(off.split(), False)), **keep)
     model = hf_axonn.from_pretrained(str(folder), grid=grid, config=settings)
-    mesh = model.axonn.mesh
+    mesh = model.axonn.grid_mesh
     return Training(
         model,
         parts=grid.dp_size,

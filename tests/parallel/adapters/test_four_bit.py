@@ -63,8 +63,8 @@ def _equality_and_traffic(cases):
 def _gathered_over_z(model, context) -> int:
     """Bytes that this rank sends of weights in a step, all layers and both ways."""
     state, sent = parallel_state(model), []
-    mine = rows_of(tiny_batch(8, 7), state.grid, state.mesh.rank)
-    z = state.mesh.group("z")
+    mine = rows_of(tiny_batch(8, 7), state.grid, state.grid_mesh.rank)
+    z = state.grid_mesh.group("z")
     with (
         observe(lambda kind, payload, group: sent.append(payload if kind == "all_gather" and group is z else 0)),
         context,

@@ -222,7 +222,7 @@ def _save_and_load(folder):
     for name, make in SAVED.items():
         saved, _ = parallelize(make().train(), Grid(z=2, x=2))
         with exact():
-            fit(saved, [rows_of(tiny_batch(4, 7), Grid(z=2, x=2), saved.get_base_model().axonn.mesh.rank)])
+            fit(saved, [rows_of(tiny_batch(4, 7), Grid(z=2, x=2), saved.get_base_model().axonn.grid_mesh.rank)])
         save_sharded(saved, folder / name)
         loaded, _ = parallelize(make(), Grid(y=2, x=2))
         load_sharded(loaded, folder / name)
@@ -273,7 +273,7 @@ def _rounding(batches, truths, grids):
         errors[str(grid)] = 0.0
         model, _ = parallelize(half_model().train(), grid)
         for batch, truth in zip(batches, truths, strict=True):
-            gradients = gradients_of(model, rows_of(batch, grid, model.get_base_model().axonn.mesh.rank))
+            gradients = gradients_of(model, rows_of(batch, grid, model.get_base_model().axonn.grid_mesh.rank))
             assert {grad.dtype for grad in gradients.values()} == {torch.float32}
             errors[str(grid)] += squared_distance(gradients, truth)
     return errors

@@ -118,7 +118,7 @@ def steps(model: nn.Module, batch: dict[str, Tensor], *, grid: Grid | None = Non
             if of_logits:
                 kept = (batch["labels"][:, 1:] != -100).sum()
                 if axonn:
-                    dist.all_reduce(kept, group=axonn.mesh.group("data", "rows"))
+                    dist.all_reduce(kept, group=axonn.grid_mesh.group("data", "rows"))
                 loss = logits_loss(model, batch, kept) * (grid.dp_size if grid else 1)
             else:
                 loss = model(**batch).loss

@@ -103,7 +103,7 @@ def _norms_of_a_bare_loop(truth: dict[str, float]) -> None:
 
 
 def mesh_place(model) -> int:
-    return model.axonn.mesh.index("pipe")
+    return model.axonn.grid_mesh.index("pipe")
 
 
 def test_the_norm_of_a_bare_loop_is_of_all_stages():
