@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_axonn.compat.torch import backend_of, bind_world, high_priority, make_group, unnamed_mesh, world_timeout
 from hf_axonn.distributed.collectives import reduce_
+from hf_axonn.distributed.named_mesh import NamedMesh
 from hf_axonn.topology.experts import DISPATCH
-from hf_axonn.topology.grid import Grid, GridPosition
+from hf_axonn.topology.grid import FINEST_AXES, Grid, GridPosition
 
 
 STAGE = ("data", "z", "x", "y")  # the ranks that have the same layers
@@ -81,8 +82,13 @@ class GridMesh(GridPosition):
         and tokens on their way to experts would wait there for the weights that are gathered over z."""
         if self._nccl and axes in (("context",), DISPATCH) and self.grid.z > 1:
             return None
-        ranks, world = self.grid.ranks_along(axes, self.rank), dist.group.WORLD
-        there = (*self._groups.values(), *((world,) if world is not None and not self._nccl else ()))
+        world = dist.group.WORLD
+        return self._same_ranks(axes, *((world,) if world is not None and not self._nccl else ()))
+
+    def _same_ranks(self, axes: tuple[str, ...], *others: ProcessGroup) -> ProcessGroup | None:
+        """Return the first group of this mesh, and of `others`, that has the ranks along `axes`; None without one."""
+        ranks = self.grid.ranks_along(axes, self.rank)
+        there = (*self._groups.values(), *others)
         return next((group for group in there if dist.get_process_group_ranks(group) == ranks), None)
 
     def _make_group(self, axes: tuple[str, ...], suffix: str = "") -> ProcessGroup:
@@ -131,6 +137,13 @@ class GridMesh(GridPosition):
         ranks = ranks.reshape(self.size(*ROWS), self.size(*SAME_SAMPLES))
         groups = [self.group(*ROWS), self.group(*SAME_SAMPLES)]
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=("dp_shard", "tp"))
+
+    @cached_property
+    def named_mesh(self) -> NamedMesh:
+        """The mesh of data, pipe, rows, context, x and y that users see (named_mesh.py)."""
+        there = {axis: self._groups.get((axis,)) or self._same_ranks((axis,)) for axis in FINEST_AXES}
+        groups = {axis: group for axis, group in there.items() if group is not None}
+        return NamedMesh(self, groups, self.group("z"), self.device_type)
 
     @cached_property
     def storage_mesh(self) -> DeviceMesh:

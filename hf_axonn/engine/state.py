@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hf_axonn.config import KEPT, AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
@@ -39,7 +40,7 @@ class ParallelState:
         names: of the parameters of the whole model before stages divided it, in order.
 
     Attributes:
-        grid_mesh: the process groups; `grid` and `coordinates` are short for its own, `gather_cache` for the
+        grid_mesh: the process groups; `grid`, `coordinates` and `mesh` are short for its own, `gather_cache` for the
             context's.
         reduce_dtype: the dtype in which weight gradients travel.
         residual_dtype: of the residual stream between the layers; None: as the model has it.
@@ -102,6 +103,11 @@ class ParallelState:
     @property
     def coordinates(self) -> dict[str, int]:
         return self.grid_mesh.coordinates
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The grid as torch's DeviceMesh, with the names of its axes, over the process groups that training uses."""
+        return self.grid_mesh.named_mesh
 
     @property
     def gather_cache(self) -> GatherCache:

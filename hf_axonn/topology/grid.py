@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 AXES = ("data", "pipe", "z", "x", "y")
 PARTS_OF_Z = ("rows", "context")
+FINEST_AXES = ("data", "pipe", *PARTS_OF_Z, "x", "y")  # as AXES, z by its parts
 SIZES = (*AXES, "context")  # what a grid is written as
 WEIGHT_AXES = ("y", "x", "z")  # the order in which a weight is sharded: rectangles over y and x, then z inside each
 
@@ -158,8 +159,7 @@ class Grid:
         """Ranks that share every coordinate with `rank` except those of `axes`, in ascending order."""
         here = self.place(rank)
         free = {*axes, *PARTS_OF_Z} if "z" in axes else {*axes}
-        finest = ("data", "pipe", *PARTS_OF_Z, "x", "y")
-        spans = [range(getattr(self, axis)) if axis in free else (here.index(axis),) for axis in finest]
+        spans = [range(getattr(self, axis)) if axis in free else (here.index(axis),) for axis in FINEST_AXES]
         return [
             self.rank(data=data, pipe=pipe, z=rows * self.context + context, y=y, x=x)
             for data, pipe, rows, context, x, y in itertools.product(*spans)

@@ -1,4 +1,4 @@
-"""Which process groups a grid makes on NCCL: without one, so that a name, ranks and options of each are looked at."""
+"""Process groups of a grid, on NCCL without a GPU, so that names, ranks and options are compared; the named mesh."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from hf_axonn import parallelize
 from hf_axonn.compat.torch import bind_world, fake_world, high_priority
 from hf_axonn.distributed import mesh
 from hf_axonn.topology.experts import DISPATCH
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import FINEST_AXES, Grid
+from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
 
 
@@ -138,15 +142,70 @@ def test_groups_of_a_label_are_split_by_their_least_rank(monkeypatch):
     assert dist.distributed_c10d._process_group_color([3, 4]) != 4, "torch's own is back"
 
 
-def _axes_of_groups() -> list:
+def _groups_of_four_ranks() -> list:
     found = []
     for grid in (Grid(z=4, context=2), Grid(z=2, x=2)):
         made = mesh.GridMesh(grid, "cpu")
         groups = [("context",), ("data", "rows"), ("z",)] if grid.context > 1 else [("z",), ("x",)]
         found += [made.find_axes(made.group(*axes)) for axes in groups]
+    for grid in (Grid(z=2, x=2), Grid(z=4, context=2)):
+        _use_the_named_mesh(grid)
     return found
 
 
-def test_a_group_is_found_by_its_axes():
-    for found in run_ranks(_axes_of_groups, 4):
+def _use_the_named_mesh(grid: Grid) -> None:
+    """What a user does on the axes of a model, with torch's own functions."""
+    model, _ = parallelize(tiny_model("llama"), grid)
+    groups = len(dist.distributed_c10d._world.pg_map)
+    named, here = model.axonn.mesh, grid.coordinates(dist.get_rank())
+    assert isinstance(named, DeviceMesh) and named is model.axonn.mesh and named.size() == 4
+    x, z = ("x", "z") if grid.x > 1 else ("context", "z")
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total, group=named[x].get_group())
+    assert total == sum(dist.get_process_group_ranks(model.axonn.grid_mesh.group(x)))
+    assert named.get_group(z) is named[z].get_group() is model.axonn.grid_mesh.group("z")
+    assert named.get_local_rank("z") == here["z"] and named.get_local_rank("x") == here["x"]
+    whole = torch.arange(12.0).view(4, 3)
+    sharded = distribute_tensor(whole, named[x], [Shard(0)])
+    assert torch.equal(sharded.to_local(), whole[2:] if named.get_local_rank(x) else whole[:2])
+    assert torch.equal((sharded @ sharded.T).full_tensor(), whole @ whole.T)
+    over_two = distribute_tensor(whole, named["rows", x], [Shard(0), Shard(1)])
+    assert torch.equal(over_two.full_tensor(), whole)
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    with pytest.raises(AttributeError):
+        model.axonn.mesh = None
+
+
+def test_groups_and_named_mesh_of_four_ranks():
+    """A group is found by its axes; collectives and DTensors of a user lie on the axes of a model's mesh."""
+    for found in run_ranks(_groups_of_four_ranks, 4):
         assert found == [("context",), ("data", "rows"), ("z",), ("z",), ("x",)]
+
+
+@pytest.mark.parametrize(
+    ("grid", "dims"),
+    [
+        (Grid(x=4), ("data", "pipe", "rows", "context", "x", "y")),  # one rank's group serves every other axis
+        (Grid(data=2, z=2, x=2, y=2), ("data", "rows", "x", "y")),
+        (Grid(data=2, pipe=2, z=4, context=2, x=2, y=2), ("data", "pipe", "context", "x", "y")),
+        (Grid(pipe=2, z=4, context=2, x=2, y=2), ("data", "pipe", "rows", "context", "x", "y")),
+    ],
+)
+def test_an_axis_without_a_group_is_no_dim_of_the_named_mesh(grid, dims):
+    with fake_world(grid.size):
+        named = mesh.GridMesh(grid, "cpu").named_mesh
+        assert named.mesh_dim_names == dims
+        assert named.shape == tuple(getattr(grid, dim) for dim in dims)
+        assert [dist.get_process_group_ranks(named[dim].get_group()) for dim in (*dims, "z")] == [
+            grid.ranks_along((dim,), 0) for dim in (*dims, "z")
+        ]
+        for name, why in (
+            ("tp", "no axis of a grid"),
+            *((axis, "no process group") for axis in {*FINEST_AXES} - {*dims}),
+        ):
+            with pytest.raises(KeyError, match=why):
+                named[name]
+            with pytest.raises(KeyError, match=why):
+                named.get_group(name)
+        with pytest.raises(KeyError, match="rows and context"):
+            named["data", "z"]
