@@ -2,7 +2,8 @@
 
 What they make of an element depends on no other element, so a step on the shards as plain tensors is the step on the
 DTensors, bit by bit. It has torch's foreach kernels where plain tensors have them, and leaves out DTensor's dispatch,
-which takes the host longer than the layer's forward and backward pass (docs/results/host_time.md).
+which takes the host longer than the layer's forward and backward pass (docs/results/host_time.md). So do the
+elementwise parts of Muon (muon.py).
 """
 
 from __future__ import annotations
@@ -15,19 +16,35 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from hf_axonn.compat.torch import around_step, like_dtensor, placement_of, shard_in
+from hf_axonn.engine.muon import find_mesh, orthogonalize_once
 
 
 ELEMENTWISE = (ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD)
 
 
 def step_on_shards() -> None:
-    """Let elementwise optimizers of torch step on shards, from now on, where their parameters are DTensors. Steps with
-    a closure stay as they are: it runs the model, whose gradients are DTensors. No communication."""
+    """Let elementwise optimizers of torch, and Muon, step on shards, from now on, where their parameters are DTensors.
+    Steps with a closure stay as they are: it runs the model, whose gradients are DTensors. No communication."""
     for optimizer in ELEMENTWISE:
         around_step(optimizer, shards_of)
+    around_step(Muon, shards_of_matrices)
 
 
 @contextlib.contextmanager
@@ -60,6 +77,27 @@ def shards_of(optimizer: Optimizer) -> Iterator[None]:
             if shard in inside:
                 _take_back(state[parameter], inside.pop(shard), cast(DTensor, parameter), shard)
         state.update(inside)  # of parameters that are plain
+
+
+@contextlib.contextmanager
+def shards_of_matrices(optimizer: Optimizer) -> Iterator[None]:
+    """Give Muon shards as `shards_of` inside, and orthogonalize each matrix once. Collectives: those of
+    `orthogonalize_once`."""
+    parameters = _with_gradients(optimizer)
+    mesh = find_mesh(parameters)
+    with contextlib.ExitStack() as stack:
+        if mesh is not None:
+            stack.enter_context(shards_of(optimizer))
+            shards = _with_gradients(optimizer)
+            if not any(isinstance(shard, DTensor) for shard in shards):
+                stack.enter_context(orthogonalize_once(parameters, shards, mesh))
+        yield
+
+
+def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+    ]
 
 
 def _shards(optimizer: Optimizer) -> dict[Tensor, Tensor]:

@@ -1,0 +1,182 @@
+"""torch's Muon over a grid: the same steps as on one process, and each matrix orthogonalized once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Muon
+
+from hf_axonn import Grid, load_sharded, parallelize, save_sharded, sync_gradients
+from hf_axonn.engine import muon
+from hf_axonn.engine.dtensors import local
+from tests.helpers.adapting import adapted_model
+from tests.helpers.equality import copied, rows_of
+from tests.helpers.float64 import Float64, relative_errors
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import make_trainer, numbers, worst_difference
+
+
+BOUND = 1e-10
+GRIDS = [Grid(data=2, x=2), Grid(data=2, y=2), Grid(data=2, z=2), Grid(z=2, x=2), Grid(x=2, y=2), Grid(data=4)]
+GRIDS += [Grid(z=2, x=2, context=2), Grid(z=4), Grid(y=4)]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: tiny_model("llama"),
+    "tied": lambda: tiny_model("smollm2"),
+    "gpt2": lambda: tiny_model(
+        "gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    ),  # its Linears are stored as [K, N]
+    "adapted": lambda: adapted_model("llama"),  # ranks of 3, which 2 does not divide
+}
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() == 2]
+
+
+def fit(model: nn.Module, optimizer: Muon, grid: Grid | None, seeds: range) -> None:
+    """Train a step for each seed. Muon multiplies in bfloat16, which is taken from it to see all digits."""
+    with mock.patch.object(Tensor, "bfloat16", lambda self: self), Float64():
+        for seed in seeds:
+            batch = tiny_batch(4, 8, seed=seed)
+            model(**(rows_of(batch, grid, dist.get_rank()) if grid else batch)).loss.backward()
+            sync_gradients(model)
+            optimizer.step()
+            model.zero_grad()
+
+
+def made(name: str, grid: Grid | None, **options) -> tuple[nn.Module, Muon]:
+    model = MODELS[name]().train()
+    if grid:
+        parallelize(model, grid)
+    return model, Muon(matrices(model), lr=1e-2, **options)
+
+
+def values(model: nn.Module, optimizer: Muon) -> dict[str, Tensor]:
+    """Matrices, and what Muon keeps of them."""
+    own = {name: parameter for name, parameter in model.named_parameters() if parameter in optimizer.state}
+    kept = {f"{name}.momentum": optimizer.state[each]["momentum_buffer"] for name, each in own.items()}
+    return {name: copied(value) for name, value in (own | kept).items()}
+
+
+def _on_grids(truths: dict, grids: list[Grid], options: dict) -> list[tuple[str, Grid, int, int]]:
+    """How many matrices of each model this rank orthogonalizes on each grid, and how many are sharded."""
+    counts = []
+    for grid in grids:
+        for name, truth in truths.items():
+            model, optimizer = made(name, grid, **options)
+            with mock.patch.object(muon, "orthogonalize", wraps=muon.orthogonalize) as called:
+                fit(model, optimizer, grid, range(1))
+            fit(model, optimizer, grid, range(1, 2))
+            errors = relative_errors(values(model, optimizer), truth)
+            assert max(errors.values()) < BOUND, (name, grid, errors)
+            each = matrices(model)
+            sharded = [one for one in each if isinstance(one, DTensor) and any(p.is_shard() for p in one.placements)]
+            counts.append((name, grid, called.call_count - len(each) + len(sharded), len(sharded)))
+    return counts
+
+
+def check(names: list[str], grids: list[Grid], **options) -> None:
+    truths = {}
+    for name in names:
+        model, optimizer = made(name, None, **options)
+        fit(model, optimizer, None, range(2))
+        truths[name] = values(model, optimizer)
+    ranks = run_ranks(_on_grids, 4, truths, grids, options, timeout=500)
+    for row in zip(*ranks, strict=True):
+        name, grid, _, sharded = row[0]
+        owned = [count for _, _, count, _ in row]
+        assert sum(owned) == sharded * grid.data, (name, grid, owned)
+        assert max(owned) - min(owned) <= 1, (name, grid, owned)
+        assert sharded or grid.data == 4 or name == "adapted"
+
+
+@pytest.mark.slow
+def test_muon_equals_one_process_and_deals_matrices() -> None:
+    check([*MODELS], GRIDS)
+
+
+@pytest.mark.slow
+def test_rates_are_those_of_whole_matrices() -> None:
+    check(["llama"], GRIDS[3:4], adjust_lr_fn="match_rms_adamw", weight_decay=0.3, ns_steps=3)
+
+
+def _resume(folder: Path, truth: dict) -> None:
+    grids = Grid(z=2, x=2), Grid(data=2, y=2)
+    model, optimizer = made("llama", grids[0])
+    fit(model, optimizer, grids[0], range(2))
+    save_sharded(model, folder, optimizer=optimizer)
+    model, optimizer = made("llama", grids[1])
+    load_sharded(model, folder, optimizer=optimizer)
+    fit(model, optimizer, grids[1], range(2, 3))
+    assert max(relative_errors(values(model, optimizer), truth).values()) < BOUND
+
+
+@pytest.mark.slow
+def test_muon_resumes_on_another_grid(tmp_path: Path) -> None:
+    model, optimizer = made("llama", None)
+    fit(model, optimizer, None, range(3))
+    run_ranks(_resume, 4, tmp_path / "saved", values(model, optimizer))
+
+
+def _same_bits() -> None:
+    """A step in the precision that training has, from gradients that are the same."""
+    whole, sharded = tiny_model("llama", dtype=torch.float32), tiny_model("llama", dtype=torch.float32)
+    parallelize(sharded, Grid(z=2, x=2))
+    optimizers = [Muon(matrices(model)) for model in (whole, sharded)]
+    for step in range(2):
+        for parameter, own in zip(whole.parameters(), sharded.parameters(), strict=True):
+            torch.manual_seed(step)
+            parameter.grad = torch.randn_like(parameter)
+            own.grad = DTensor.from_local(
+                parameter.grad[muon.local_slices(own.shape, own.placements, sharded.axonn.mesh)],
+                own.device_mesh,
+                own.placements,
+                run_check=False,
+                shape=own.shape,
+                stride=own.stride(),
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+    for parameter, own in zip(whole.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(local(own), parameter[muon.local_slices(own.shape, own.placements, sharded.axonn.mesh)])
+
+
+@pytest.mark.slow
+def test_the_step_is_that_of_one_process_to_the_bit() -> None:
+    run_ranks(_same_bits, 4)
+
+
+def run_trainer(folder: Path, grid: Grid | None) -> list[dict]:
+    """A Trainer that is handed Muon, made on the plain model; the other parameters are not trained."""
+    model = tiny_model("llama")
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+    optimizer = Muon(matrices(model), lr=1e-2)
+    trainer = make_trainer(folder, grid, model=model, stock=True, max_steps=3, eval_strategy="no")
+    trainer.optimizer = optimizer  # as Trainer(optimizers=(optimizer, None))
+    with mock.patch.object(Tensor, "bfloat16", lambda self: self), Float64():
+        trainer.train()
+    return [entry for entry in numbers(trainer.state.log_history) if "train_loss" not in entry]
+
+
+def _train(folder: Path, truth: list[dict]) -> None:
+    for grid in (Grid(pipe=2, x=2), Grid(z=2, y=2)):
+        assert worst_difference(run_trainer(folder / str(grid), grid), truth) < BOUND, grid
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_handed_muon_equals_one_process(tmp_path: Path) -> None:
+    run_ranks(_train, 4, tmp_path, run_trainer(tmp_path / "one", None))
+
+
+def test_parameters_that_are_no_matrices_are_refused_as_by_torch() -> None:
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        Muon(tiny_model("mixtral", num_local_experts=4, num_experts_per_tok=2).parameters())
