@@ -88,7 +88,7 @@ def survey_samples(samples: Iterable[Sample]) -> Survey:
     places: dict[str, int] = {}
     lengths, largest = [], 0
 
-    def noted() -> Iterator[Sample]:
+    def pass_on() -> Iterator[Sample]:
         nonlocal largest
         for place, sample in enumerate(samples):
             places[sample.sample_id] = place
@@ -96,7 +96,7 @@ def survey_samples(samples: Iterable[Sample]) -> Survey:
             largest = max(largest, *sample.prefix, *sample.suffix)
             yield sample
 
-    nested = followers(noted())
+    nested = followers(pass_on())
     if not lengths:
         raise ValueError("there are no samples to extract.")
     if len(places) != len(lengths):

@@ -82,8 +82,8 @@ def _nest(tokens: Mapping[int, tuple[int, ...]]) -> list[list[int]]:
     """Divide texts into rows: each is the beginning of the first of its row."""
     rows: list[list[int]] = []
     for place in sorted(tokens, key=lambda place: -len(tokens[place])):  # stable: of equal ones the first
-        mine = tokens[place]
-        row = next((row for row in rows if tokens[row[0]][: len(mine)] == mine), None)
+        text = tokens[place]
+        row = next((row for row in rows if tokens[row[0]][: len(text)] == text), None)
         if row is None:
             rows.append([place])
         else:

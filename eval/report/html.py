@@ -163,8 +163,8 @@ def _offsets(comparison: Mapping[str, Any], runs: Runs) -> dict[str, Any]:
 
     Offsets and lengths beyond MOST_CELLS are left out, evenly.
     """
-    asked = {(result.offset, result.prefix_length) for results in runs.values() for result in results}
-    offsets, lengths = (_spread(sorted(set(some))) for some in zip(*asked, strict=True)) if asked else ([], [])
+    cells = {(result.offset, result.prefix_length) for results in runs.values() for result in results}
+    offsets, lengths = (_spread(sorted(set(some))) for some in zip(*cells, strict=True)) if cells else ([], [])
     if len(offsets) < 2 or len(lengths) < 2:
         return {}
     found = _curves(comparison, runs, curves.by_offset)

@@ -27,7 +27,7 @@ from hf_axonn.compat.peft import active_copies, without_peft, wrapped_modules
 from hf_axonn.compat.transformers import as_saved
 from hf_axonn.engine.dtensors import local, whole
 from hf_axonn.parallel.adapters.install import without_wrappers
-from hf_axonn.parallel.adapters.merge import merged
+from hf_axonn.parallel.adapters.merge import merge_for_a_while
 
 
 LAYER = re.compile(r".*?\.\d+(?=\.)")  # the beginning of a name, up to the number of the layer
@@ -84,14 +84,14 @@ class WeightStream:
         """Yield names as saved and full tensors. Every rank exhausts the iterator; of `receive` False it is empty.
 
         Memory: the full weights of one layer with `receive`, else one full tensor; a copy of a layer's adapted shards.
-        Collectives: one gather of each sharded tensor over (y, x, z); those of `merged`.
+        Collectives: one gather of each sharded tensor over (y, x, z); those of `merge_for_a_while`.
         """
         adapters = self._adapters()
         for part in _parts(self._tensors(), names):
             paths = {name.rpartition(".")[0] for name in part}
             layers = [layer for path in paths for layer in adapters.get(path, ())]
             gathered: dict[str, Tensor] = {}
-            with merged(layers):
+            with merge_for_a_while(layers):
                 for name, tensor in part.items():
                     full = whole(tensor).detach()
                     if receive:

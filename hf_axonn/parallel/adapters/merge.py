@@ -23,7 +23,7 @@ from hf_axonn.parallel.adapters.parameter_lora import factors
 
 
 @contextlib.contextmanager
-def merged(layers: Sequence[Any]) -> Iterator[None]:
+def merge_for_a_while(layers: Sequence[Any]) -> Iterator[None]:
     """Let layers of PEFT have their active adapters merged inside; afterwards weights are what they were, to the bit.
 
     Layers that are merged already stay so. Memory: a copy of this rank's shards of the others. Collectives: those of
