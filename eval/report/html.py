@@ -197,7 +197,7 @@ def _offsets(comparison: Mapping[str, Any], runs: Runs) -> dict[str, Any]:
                     f"{name}, {tables.bucket_name(bucket)}: most from {best[1]} tokens at offset {best[0]}, "
                     f"{_estimate(shown[best])}"
                 )
-    left_out = len({offset for offset, _ in asked}) > len(offsets) or len({length for _, length in asked}) > len(
+    left_out = len({offset for offset, _ in cells}) > len(offsets) or len({length for _, length in cells}) > len(
         lengths
     )
     return {"charts": charts, "rows": rows, "most": "; ".join(most), "left_out": left_out}

@@ -13,6 +13,7 @@ import hashlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,7 +34,7 @@ HELD_OUT = 16
 EXTRACTION_BATCH = sum(BUCKETS.values()) // 2
 TOP_K = 40
 # For the grids of prefix length and offset, within passages of PREFIX + SUFFIX tokens.
-AT_OFFSETS = {"prefix_length": [4, 8, 16, 32], "suffix_length": 16, "offset": [0, 4, 8, 16]}
+AT_OFFSETS: dict[str, Any] = {"prefix_length": [4, 8, 16, 32], "suffix_length": 16, "offset": [0, 4, 8, 16]}
 SAMPLER = f"temperature=1,top_k={TOP_K}"  # what many draws would give back comes from the same pass as the rest
 # A learning rate and a length of training at which the ordinary loss memorizes, in minutes on two cores.
 TRAINING = {
