@@ -290,7 +290,7 @@ def _choose_maps(found: Mapping[str, Sequence[maps.DocumentMap]]) -> dict[str, l
     return {name: [some[one] for one in documents] for name, some in by_document.items()} if documents else {}
 
 
-def _curves(comparison: Mapping[str, Any], runs: Runs, function: Callable) -> dict[str, dict[str, list[Point]]]:
+def _curves(comparison: Mapping[str, Any], runs: Runs, function: Callable) -> dict[str, dict[str, Any]]:
     return _by_bucket(runs, lambda results: function(results, **comparison["intervals"]))
 
 
