@@ -28,6 +28,7 @@ PRECISIONS = ("bf16", "fp16", "no")  # of accelerate, its mixed_precision
 KEPT = ("none", "recomputed", "all")
 RESIDUAL_DTYPES = ("model", "bfloat16")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
+LOADS = ("whole", "sharded")
 CHOICES = {
     "reduce_dtype": REDUCE_DTYPES,
     "residual_dtype": RESIDUAL_DTYPES,
@@ -153,12 +154,14 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class AxonnConfig(Settings):
-    """The settings under `axonn_config`: the grid, its order, and `Settings`.
+    """The settings under `axonn_config`: the grid, its order, how models are loaded, and `Settings`.
 
     Args:
         grid: sizes of the axes.
         order: the axes as they lie on the machine, the one with the fastest links first; read where processes start
             (topology/axis_order.py), it changes nothing in a running one.
+        load: what Transformers' from_pretrained gives in a launched script, one of LOADS: a whole model on every rank,
+            or shards, of which each rank reads its own (parallel/sharded_loading.py); read where processes start.
     Raises:
         ValueError: a value is not of its kind, or residual_dtype is given with a grid of one rank; the message says
             what to write.
@@ -166,6 +169,7 @@ class AxonnConfig(Settings):
 
     grid: Grid
     order: tuple[str, ...] = ORDER
+    load: str = "whole"
 
     def __post_init__(self) -> None:
         if not isinstance(self.grid, Grid):
@@ -183,6 +187,8 @@ class AxonnConfig(Settings):
                 f"times stages_per_rank={self.stages_per_rank}."
             )
         object.__setattr__(self, "order", check_order(self.order))
+        if self.load not in LOADS:
+            raise ValueError(f"load is {self.load!r}, but it is one of {', '.join(LOADS)}.")
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any], *, num_processes: int | None = None) -> AxonnConfig:
@@ -191,7 +197,7 @@ class AxonnConfig(Settings):
         Args:
             section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype,
                 residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, experts, context_attention,
-                allow_untested, async_save, save_failure, schedule, stages_per_rank, stage_layers, order.
+                allow_untested, async_save, save_failure, schedule, stages_per_rank, stage_layers, order, load.
             num_processes: number of processes on all machines together, which the grid must have; None: not checked.
         Raises:
             ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.
@@ -203,7 +209,7 @@ class AxonnConfig(Settings):
             raise ValueError(
                 f"axonn_config.{loose_axes[0]} is out of place: sizes stand under grid, as in {GRID_EXAMPLE}."
             )
-        _check_keys("axonn_config", section, ["grid", *(item.name for item in fields(Settings)), "order"])
+        _check_keys("axonn_config", section, ["grid", *(item.name for item in fields(Settings)), "order", "load"])
         if "grid" not in section:
             raise ValueError(f"axonn_config has no grid: write the sizes of the axes, as in {GRID_EXAMPLE}.")
         values = dict(section)
@@ -222,8 +228,9 @@ class AxonnConfig(Settings):
     def to_json(self) -> str:
         """Return the section as one line of JSON, which `from_env` reads back."""
         values = {"grid": None, **asdict(self)} | {"grid": self.grid.as_dict()}  # the grid first
-        if self.order == ORDER:  # then there is nothing to do at the start
-            del values["order"]
+        for name in ("order", "load"):
+            if getattr(self, name) == getattr(type(self), name):  # then there is nothing to do at the start
+                del values[name]
         return json.dumps(values)
 
     @classmethod

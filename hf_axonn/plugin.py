@@ -22,8 +22,9 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils.dataclasses import DDPCommunicationHookType
 
 from hf_axonn.accelerator.requests import read_environment, refuse_other_engines, watch_accelerators
+from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.versions import check_versions, refusal
-from hf_axonn.config import PRECISIONS, AxonnConfig, Settings
+from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig, Settings
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, versions
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
@@ -196,7 +197,8 @@ def _grid_of_stock(stock: dict[str, Any], grid: Grid | None) -> Grid | None:
 
 
 def install_default() -> None:
-    """Let a bare `Accelerator()` or `Trainer` of this process use the grid of the launch file.
+    """Let a bare `Accelerator()` or `Trainer` of this process use the grid of the launch file, and, where it has
+    `load: sharded`, Transformers' from_pretrained.
 
     Called in worker processes right after accelerate.parallelism_config has been imported, or this module if that is
     what imports accelerate (see launch/autoload.py), and in those of a notebook, where accelerate may be there.
@@ -209,9 +211,17 @@ def install_default() -> None:
     os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     if not refusal():
         _install_trainer_hooks()
+        if '"load"' in os.environ.get(VARIABLE, ""):  # it is written where it is not whole
+            after_import("transformers.modeling_utils", _install_sharded_loading)
 
 
 def _install_trainer_hooks() -> None:
     from hf_axonn.trainer.hooks import install_when_imported
 
     install_when_imported()
+
+
+def _install_sharded_loading() -> None:
+    from hf_axonn.parallel.sharded_loading import install_sharded_loading
+
+    install_sharded_loading()

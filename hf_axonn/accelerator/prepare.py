@@ -51,7 +51,7 @@ def _advise(grid: str) -> None:
     """Warn once, however many models are prepared."""
     logger.warning(
         f"a model was loaded whole on every rank and is sharded over {grid} now. hf_axonn.from_pretrained(name, "
-        "grid=...) reads only each rank's own slices."
+        "grid=...), or load: sharded in the launch file, reads only each rank's own slices."
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,6 +29,23 @@ from hf_axonn.parallel.distributed_config import config_of_distributed
 from hf_axonn.parallel.four_bit import add_second_scales
 from hf_axonn.parallel.parallelize import KERNELS, join_settings, parallelize
 from hf_axonn.topology.grid import Grid
+
+
+_loading: ContextVar[bool] = ContextVar("loading", default=False)
+
+
+def is_loading() -> bool:
+    """Return whether `from_pretrained` is under way: what Transformers' method is called for then is a part of it."""
+    return _loading.get()
+
+
+@contextlib.contextmanager
+def _while_loading() -> Iterator[None]:
+    token = _loading.set(True)
+    try:
+        yield
+    finally:
+        _loading.reset(token)
 
 
 def from_pretrained(
@@ -70,9 +89,15 @@ def from_pretrained(
 
     if (distributed := kwargs.pop("distributed_config", None)) is not None:
         config, grid = config_of_distributed(distributed, grid, config), None
-    config = join_settings("from_pretrained", grid, config)
+    return load_shards(
+        name_or_path, join_settings("from_pretrained", grid, config), auto_class or AutoModelForCausalLM, kwargs
+    )
+
+
+@_while_loading()
+def load_shards(name_or_path: str, config: AxonnConfig, auto_class: type, kwargs: dict[str, Any]) -> nn.Module:
+    """Do the work of `from_pretrained` with settings that are joined; `kwargs` may have Transformers' own `config`."""
     grid = config.grid
-    auto_class = auto_class or AutoModelForCausalLM
     refused = [key for key in ("device_map", "tp_plan", "tp_size") if kwargs.get(key) is not None]
     if refused:
         raise ValueError(f"{', '.join(refused)}: the grid decides where weights lie; omit {refused[0]}.")

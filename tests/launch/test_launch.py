@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from hf_axonn.launch.command import Command, accelerate_options, prepare
 from hf_axonn.launch.command import main as axonn_launch
 from hf_axonn.launch.failed_ranks import describe_failures, exit_code
+from tests.helpers.models import tiny_model
 
 
 BIN = Path(sys.executable).parent
@@ -195,13 +197,53 @@ def test_accelerates_own_sizes_start_a_grid(tmp_path):
     assert done.stdout.count("1 torch.Size([3, 4])") == 2, done.stdout  # out_features halved, samples shared
 
 
+UNMODIFIED = """\
+import sys
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).train()
+held = sum(getattr(parameter, "to_local", parameter.detach)().nbytes for parameter in model.parameters())
+accelerator = Accelerator()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+model, optimizer = accelerator.prepare(model, optimizer)
+ids = torch.arange(3, 13).view(2, 5)
+for _ in range(3):
+    loss = model(input_ids=ids, labels=ids).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+print(f"loss {loss.item():.5f} held {held}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_an_unmodified_script_loads_slices_where_the_file_says_so(tmp_path):
+    """Its model is loaded before anything knows of ranks; losses are those of whole models that are sharded later."""
+    tiny_model("qwen3", dtype=torch.float32).save_pretrained(tmp_path / "model")
+    said = {}
+    for load in ("whole", "sharded"):
+        place = tmp_path / load
+        place.mkdir()
+        words = [*LAUNCHERS["accelerate launch"], "--config", "axonn.yaml", "script.py", str(tmp_path / "model")]
+        done, _ = start(place, *words, file=f"{GOOD}  load: {load}\n", script=UNMODIFIED)
+        assert done.returncode == 0, done.stderr
+        assert ("loaded whole on every rank" in done.stderr) == (load == "whole")
+        said[load] = re.findall(r"loss (\S+) held (\d+)", done.stdout)
+        assert len(said[load]) == 2, done.stdout
+    assert {loss for load in said.values() for loss, _ in load} == {said["whole"][0][0]}
+    assert all(int(held) < 0.6 * int(said["whole"][0][1]) for _, held in said["sharded"])
+
+
 WRONG = {
     "unknown key": (
         "grid: {x: 2}\n  overlp: {}",
         "unknown key 'overlp'; it may hold grid, overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, "
         "tune_matmuls, layout, experts, context_attention, allow_untested, async_save, save_failure, schedule, "
-        "stages_per_rank, stage_layers, order: did you",
+        "stages_per_rank, stage_layers, order, load: did you",
     ),
+    "load": ("grid: {x: 2}\n  load: lazy", "load is 'lazy', but it is one of whole, sharded."),
     "product": ("grid: {x: 4}", "= 4, but 2 process(es) are to run: start 4 processes (num_processes: 4), or choose"),
     "fraction": ("grid: {x: 2.5}", "grid axis x is 2.5, but the size of an axis is a whole number"),
     "negative": ("grid: {x: -2}", "grid axis x is -2, but the size of an axis is a whole number"),

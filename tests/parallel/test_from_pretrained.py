@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     GgufConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3ForCausalLM,
     core_model_loading,
     modeling_utils,
 )
@@ -33,6 +36,8 @@ from hf_axonn.checkpoint import hf_loader
 from hf_axonn.checkpoint import lazy_tensors as unread
 from hf_axonn.checkpoint.coverage import Coverage
 from hf_axonn.checkpoint.shard_files import file_name
+from hf_axonn.config import AxonnConfig
+from hf_axonn.parallel.sharded_loading import install_sharded_loading, remove_sharded_loading
 from tests.helpers.equality import Outcome, exact, fit, rows_of
 from tests.helpers.float64 import relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
@@ -138,20 +143,23 @@ def test_experts_that_a_checkpoint_transposes(tmp_path):
     run_ranks(_transposed, 2, tmp_path / "plain", tmp_path)
 
 
-def _reads(folder: Path) -> None:
-    """Count the elements that are copied out of the file."""
-    copied = []
+@contextlib.contextmanager
+def _counted() -> Iterator[list[int]]:
+    """Numbers of elements of what is copied out of files inside."""
+    copied: list[int] = []
     stock = unread._copy
 
     def counting(copy):
         stock(copy)
         copied.append(copy[2].numel())
 
-    unread._copy = counting
-    try:
+    with mock.patch.object(unread, "_copy", counting):
+        yield copied
+
+
+def _reads(folder: Path) -> None:
+    with _counted() as copied:
         model = from_pretrained(folder / "qwen3", grid=Grid(y=2, x=2))
-    finally:
-        unread._copy = stock
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
     assert sum(copied) == held < 0.4 * total
@@ -225,8 +233,36 @@ def _plain_afterwards(folder: Path) -> None:
     assert not hasattr(plain, "axonn") and type(plain.lm_head.weight) is torch.nn.Parameter
 
 
+def _by_the_launch_file(folder: Path) -> None:
+    """Under `load: sharded` Transformers' own method reads slices of language models, and of nothing else."""
+    before = _hooks()
+    with mock.patch.dict(os.environ, AXONN_CONFIG=AxonnConfig(grid=Grid(x=2), load="sharded").to_json()):
+        for _ in range(2):
+            install_sharded_loading()
+        for auto in (AutoModelForCausalLM, Qwen3ForCausalLM):
+            with _counted() as copied:
+                model = auto.from_pretrained(folder / "qwen3", device_map={"": "cpu"})
+            assert model.axonn.grid == Grid(x=2)
+            held = sum(parameter.to_local().numel() for parameter in model.parameters())
+            assert sum(copied) == held < 0.6 * sum(parameter.numel() for parameter in model.parameters())
+        assert from_pretrained(folder / "qwen3").axonn.grid == Grid(x=2)
+        assert not hasattr(AutoModel.from_pretrained(folder / "qwen3"), "axonn")
+        for refused in ({"state_dict": {"a": 1}}, {"output_loading_info": True}, {"device_map": "auto"}):
+            with pytest.raises(ValueError, match=f"{next(iter(refused))}.*[oO]mit"):
+                AutoModelForCausalLM.from_pretrained(folder / "qwen3", **refused)
+        with pytest.raises(ValueError, match="quantized weights cannot be sharded"):
+            AutoModelForCausalLM.from_pretrained(folder / "qwen3", quantization_config=GgufConfig())
+        remove_sharded_loading()
+    assert _hooks() == before
+
+
+def _hooks_come_and_go(folder: Path) -> None:
+    _plain_afterwards(folder)
+    _by_the_launch_file(folder)
+
+
 def test_the_hooks_in_transformers_are_taken_away_again(folder):
-    run_ranks(_plain_afterwards, 2, folder)
+    run_ranks(_hooks_come_and_go, 2, folder)
 
 
 def _trains(folder: Path, truths: dict) -> None:
