@@ -25,6 +25,7 @@ from hf_axonn.architectures.feature_layout import LayoutChoice, choose_layout
 from hf_axonn.architectures.plan import ShardingPlan, plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
+from hf_axonn.compat.async_save import refuse_saves_by_threads_on_default_group
 from hf_axonn.compat.dtensor_numbers import meet_plain_tensors, total_norm_by
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.peft import without_peft
@@ -207,6 +208,7 @@ def _prepare_process() -> None:
     """Let torch, optimizers and PEFT of this process meet sharded parameters. Changes no model."""
     quiet_redistribution()
     read_whole_values()
+    refuse_saves_by_threads_on_default_group()
     meet_plain_tensors(whole_number)
     total_norm_by(norm_of_all)
     check_gradients_together()

@@ -441,6 +441,11 @@ def test_a_save_in_the_background_is_the_same_to_the_bit(tmp_path):
 
 def save_by_torch(folder: Path) -> None:
     model, _ = parallelize(tiny_model("llama"), Grid(z=2))
+    for default in ({}, {"process_group": dist.group.WORLD}):
+        with pytest.raises(ValueError, match="Make a group once on every rank.* process_group=group"):
+            dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder / "refused", **default)
+    assert not (folder / "refused").exists()
+    dcp.async_save({"step": torch.ones(1)}, checkpoint_id=folder.with_name("own"), no_dist=True).result()
     group = dist.new_group(backend="gloo")  # not that of training, whose collectives go on
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
