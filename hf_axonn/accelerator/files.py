@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
-from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, SCALER_NAME
+from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, SCALER_NAME
 from torch import nn
 
 from hf_axonn.accelerator.shuffling import SampleOrder
@@ -41,6 +41,7 @@ from hf_axonn.checkpoint.sharded import (
     verify_together,
 )
 from hf_axonn.checkpoint.single_process import load_plain_optimizer, load_plain_weights
+from hf_axonn.checkpoint.torch_folders import find_torch_folder, name_unread
 from hf_axonn.checkpoint.whole_files import save_whole
 from hf_axonn.compat.accelerate import (
     prepared_loaders,
@@ -160,19 +161,21 @@ class LoadMethods:
                 scheduler.__class__, scheduler.dp_size = GridScheduler, saved
 
     def _load_plain_state(self, directory: Path, load_kwargs: dict | None, kwargs: dict) -> None:
-        """Load a state that stock accelerate saved on one process: each rank reads its own slices."""
+        """Load a state that stock accelerate saved, on one process or by FSDP2: each rank reads its own slices."""
         if self.axonn_plugin.grid.size == 1:
             return super().load_state(str(directory), load_kwargs, **kwargs)
         models, optimizer_of = prepared_models(self), self._optimizer_of()
-        if not (directory / SAFE_WEIGHTS_NAME).is_file():
-            raise ValueError(f"{directory} holds no state of accelerator.save_state that is complete.")
+        if not (directory / SAFE_WEIGHTS_NAME).is_file() and find_torch_folder(directory) is None:
+            raise ValueError(
+                f"{directory} holds no state of accelerator.save_state that is complete.{name_unread(directory)}"
+            )
         if len(models) != 1:
-            raise ValueError(f"{directory} was saved by one process, and a grid reads only one model of such a state.")
+            raise ValueError(f"{directory} was saved without a grid, which reads only one model of such a state.")
         load_plain_weights(models[0], directory)
         if 0 in optimizer_of:
             load_plain_optimizer(models[0], optimizer_of[0], directory, name=f"{OPTIMIZER_NAME}.bin")
         self.step = self._read_rest(directory, 0, load_kwargs).get("step", self.step)
-        self._follow_schedules(1)
+        self._follow_schedules(max(1, len(list(directory.glob(f"{RNG_STATE_NAME}_*.pkl")))))  # one of each process
         if (directory / SCALER_NAME).is_file():
             self._load_scaler(directory)
 

@@ -1,17 +1,22 @@
-"""A sharded checkpoint becomes an ordinary Hugging Face directory, on one process and tensor by tensor."""
+"""A sharded checkpoint, of a grid or of DCP, becomes an ordinary Hugging Face directory, on one process, tensor by
+tensor."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from hf_axonn.checkpoint.commit import commit, new_stage, recover, sync_directory
-from hf_axonn.checkpoint.manifest import MANIFEST, check_complete
+from hf_axonn.checkpoint.manifest import MANIFEST, check_complete, is_sharded_checkpoint
+from hf_axonn.checkpoint.partition import SavedTensor
 from hf_axonn.checkpoint.shard_files import ShardReader, byte_sizes, write_safetensors
 from hf_axonn.checkpoint.sharded import LAYOUTS
+from hf_axonn.checkpoint.torch_folders import MODEL, find_torch_folder, read_torch_folder
 
 
 COPIED = (".json", ".txt", ".model", ".jinja")
@@ -26,7 +31,7 @@ def export_hf(directory: str | Path, output: str | Path, *, shard_bytes: int = 5
     One tensor is in memory at a time. The output has its name only when it is complete.
 
     Args:
-        directory: what `save_sharded` or a Trainer run on a grid wrote.
+        directory: what `save_sharded` or a Trainer run on a grid wrote, or FSDP2 under Accelerate (torch_folders.py).
         output: made if it is not there; config, generation config, tokenizer and chat template are copied.
         shard_bytes: most bytes of the tensors of one safetensors file, unless a single one is larger.
     Raises:
@@ -36,25 +41,20 @@ def export_hf(directory: str | Path, output: str | Path, *, shard_bytes: int = 5
     directory, output = Path(directory), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} is not empty: name a directory that is new.")
-    recover(directory)
-    manifest = check_complete(directory)
-    if not manifest.model:
-        raise ValueError(f"{directory} holds adapters, not a whole model: PEFT loads them as they are.")
-    tensors = {name: tensor for name, tensor in manifest.model.items() if name not in manifest.tied}
+    tensors, read, names = _find_tensors(directory)
     sizes = byte_sizes(tensors)
-    reader = ShardReader(directory, manifest.model, manifest.grid)
     if output.exists():
         output.rmdir()
     stage = new_stage(output)
     try:
         files = _divide(sizes, shard_bytes)
-        for file, names in files.items():
-            shapes = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
-            write_safetensors(stage / file, shapes, reader.read, {"format": "pt"})
+        for file, own in files.items():
+            shapes = {name: (tensors[name].dtype, tensors[name].shape) for name in own}
+            write_safetensors(stage / file, shapes, read, {"format": "pt"})
         if len(files) > 1:
-            weight_map = {name: file for file, names in files.items() for name in names}
+            weight_map = {name: file for file, own in files.items() for name in own}
             write_index(stage, sum(sizes.values()), weight_map)
-        for name in manifest.files:
+        for name in names:
             if "/" not in name and Path(name).suffix in COPIED and name not in NOT_COPIED:
                 shutil.copy2(directory / name, stage / name)
         sync_directory(stage)
@@ -62,6 +62,21 @@ def export_hf(directory: str | Path, output: str | Path, *, shard_bytes: int = 5
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
+
+
+def _find_tensors(directory: Path) -> tuple[dict[str, SavedTensor], Callable[[str], Tensor], list[str]]:
+    """Return the tensors of a checkpoint, what reads one in full, and the names of the files beside them."""
+    folder = None if is_sharded_checkpoint(directory) else find_torch_folder(directory)
+    if folder is not None:
+        pieces, _ = read_torch_folder(folder, MODEL)
+        tensors = {name: SavedTensor(each.shape, each.get_dtype(), (None,) * 3) for name, each in pieces.items()}
+        return tensors, lambda name: pieces[name][...], [path.name for path in directory.iterdir() if path.is_file()]
+    recover(directory)
+    manifest = check_complete(directory)
+    if not manifest.model:
+        raise ValueError(f"{directory} holds adapters, not a whole model: PEFT loads them as they are.")
+    tensors = {name: tensor for name, tensor in manifest.model.items() if name not in manifest.tied}
+    return tensors, ShardReader(directory, manifest.model, manifest.grid).read, list(manifest.files)
 
 
 def write_index(directory: Path, total_size: int, weight_map: Mapping[str, str]) -> None:

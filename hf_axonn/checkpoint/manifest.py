@@ -166,7 +166,8 @@ def read_manifest(directory: str | Path) -> Manifest:
             ) from None
         raise ValueError(
             f"{directory} is not a complete checkpoint: it has no {MANIFEST}, which is written last. If a run was "
-            "stopped while it saved, resume from the checkpoint before."
+            "stopped while it saved, resume from the checkpoint before. If save_pretrained(distributed_checkpoint="
+            "True) wrote it, pass it through Transformers' consolidate_distributed_checkpoint first."
         ) from None
     except (OSError, ValueError) as problem:
         raise ValueError(f"{path} cannot be read: {problem}") from problem

@@ -1,6 +1,7 @@
 """Checkpoints of one process, read by a grid: Trainer's model.safetensors and optimizer.pt, slice by slice.
 
-The way from one rank to many. The other way needs nothing: one process reads sharded checkpoints as any grid does.
+The way from one rank to many, and from the folders of others (torch_folders.py). The other way needs nothing: one
+process reads sharded checkpoints as any grid does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.adapter_files import load_adapters
 from hf_axonn.checkpoint.hf_loader import fill, refuse_integers
+from hf_axonn.checkpoint.torch_folders import (
+    MODEL,
+    OPTIMIZER_NAMES,
+    Pieces,
+    find_torch_folder,
+    name_unread,
+    read_torch_folder,
+)
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import local, local_slices, shard_of
 from hf_axonn.engine.stage_tensors import over_stages
@@ -27,7 +36,8 @@ OPTIMIZER = "optimizer.pt"
 
 
 def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
-    """Fill a parallelized model from a checkpoint of one process; of a model with adapters, the adapters.
+    """Fill a parallelized model from a checkpoint of one process, or of others (torch_folders.py); of a model with
+    adapters, the adapters.
 
     Every rank reads its own slices. No communication.
 
@@ -41,12 +51,7 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
 
     mesh = _mesh_of(model)
     with contextlib.ExitStack() as stack:
-        files = _file_of_each(directory)
-        readers = {file: stack.enter_context(_open(file)) for file in sorted(set(files.values()))}
-        for file, reader in readers.items():
-            if absent := sorted({name for name in files if files[name] == file} - set(reader.keys())):
-                raise ValueError(f"{file} lacks {len(absent)} weights that the index names, among them {absent[0]}.")
-        stored = {name: readers[file].get_slice(name) for name, file in files.items()}
+        stored = _stored(directory, stack)
         if isinstance(model, PreTrainedModel):
             missing = fill(model, stored, lambda parameter: _slices(parameter, mesh))
             missing -= set(getattr(model, "all_tied_weights_keys", {}))
@@ -56,6 +61,18 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
         raise ValueError(
             f"{directory} lacks {len(missing)} weights of the model, among them {', '.join(sorted(missing)[:3])}."
         )
+
+
+def _stored(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """Return slices of the weights in a directory by name; files stay open until the stack ends."""
+    if (folder := find_torch_folder(directory)) is not None:
+        return dict(read_torch_folder(folder, MODEL)[0])
+    files = _file_of_each(directory)
+    readers = {file: stack.enter_context(_open(file)) for file in sorted(set(files.values()))}
+    for file, reader in readers.items():
+        if absent := sorted({name for name in files if files[name] == file} - set(reader.keys())):
+            raise ValueError(f"{file} lacks {len(absent)} weights that the index names, among them {absent[0]}.")
+    return {name: readers[file].get_slice(name) for name, file in files.items()}
 
 
 def _fill_by_name(model: nn.Module, stored: dict[str, Any], mesh: GridMesh) -> set[str]:
@@ -75,7 +92,7 @@ def _fill_by_name(model: nn.Module, stored: dict[str, Any], mesh: GridMesh) -> s
 def load_plain_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, directory: str | Path, *, name: str = OPTIMIZER
 ) -> None:
-    """Give the optimizer of a parallelized model the state that one process saved.
+    """Give the optimizer of a parallelized model the state that one process saved, or others (torch_folders.py).
 
     `name` is that of the file: Trainer's, or another one.
 
@@ -85,7 +102,12 @@ def load_plain_optimizer(
     """
     file = Path(directory) / name
     if not file.is_file():
-        raise ValueError(f"{directory} has no optimizer state: it was saved without (save_only_model?).")
+        if (folder := find_torch_folder(Path(directory), optimizer=True)) is not None:
+            return _take_torch_optimizer(model, optimizer, folder)
+        raise ValueError(
+            f"{directory} has no optimizer state: it was saved without (save_only_model?)."
+            f"{name_unread(Path(directory))}"
+        )
     take_plain_optimizer(model, optimizer, torch.load(file, map_location="cpu", weights_only=True), file)
 
 
@@ -109,6 +131,51 @@ def take_plain_optimizer(
         for parameter, place in zip(group["params"], own, strict=True):
             state = saved["state"].get(before["params"][place], {})
             optimizer.state[parameter] = {key: _like(value, parameter, mesh) for key, value in state.items()}
+
+
+def _take_torch_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Give the optimizer of a parallelized model the state that DCP wrote, by names of parameters. No communication.
+
+    Raises:
+        ValueError: the folder has no state of a parameter that this run trains, or moments of another shape.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    tensors, values = read_torch_folder(folder, OPTIMIZER_NAMES)
+    settings = _group_settings(values)
+    mesh = _mesh_of(model)
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        names = [name_of[id(parameter)] for parameter in group["params"]]
+        if names:
+            group.update(settings.get(names[0], {}))
+        for name, parameter in zip(names, group["params"], strict=True):
+            beginning = f"state.{name}."
+            state = {key.removeprefix(beginning): value for key, value in tensors.items() if key.startswith(beginning)}
+            if not state:
+                raise ValueError(f"{folder} has no state of {name}: it is of other parameters than this run trains.")
+            optimizer.state[parameter] = {key: _read_like(value, parameter, mesh) for key, value in state.items()}
+
+
+def _group_settings(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the settings of the group of each parameter by its name, learning rate and so on. DCP has them by the
+    name, where the state was flattened, or as a list of groups."""
+    settings: dict[str, dict[str, Any]] = {}
+    for full, read in values.items():
+        if full == "param_groups":
+            for group in read():
+                own = {key: value for key, value in group.items() if key != "params"}
+                settings |= dict.fromkeys(group["params"], own)
+        elif full.startswith("param_groups."):
+            name, _, key = full.removeprefix("param_groups.").rpartition(".")
+            settings.setdefault(name, {})[key] = read()
+    return settings
+
+
+def _read_like(value: Pieces, parameter: Tensor, mesh: GridMesh) -> Tensor:
+    """Read a moment of the parameter's shape as the parameter is sharded; a step count is read whole."""
+    if value.shape != tuple(parameter.shape) or not isinstance(parameter, DTensor):
+        return value[...]
+    return _moment(value[_slices(parameter, mesh)], parameter)
 
 
 def _places(model: nn.Module, groups: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
@@ -140,7 +207,12 @@ def _like(value: object, parameter: Tensor, mesh: GridMesh) -> object:
     """Shard a moment of the parameter's shape as the parameter is; a step count stays what it is."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(parameter, DTensor):
         return value
-    shard = shard_of(value, parameter.placements, mesh).to(parameter.to_local().device, copy=True)
+    return _moment(shard_of(value, parameter.placements, mesh).clone(), parameter)
+
+
+def _moment(shard: Tensor, parameter: DTensor) -> DTensor:
+    """Return this rank's part of a moment as a DTensor that lies as its parameter does."""
+    shard = shard.to(parameter.to_local().device)
     return DTensor.from_local(
         shard.contiguous(),
         parameter.device_mesh,
@@ -170,7 +242,10 @@ def _file_of_each(directory: Path) -> dict[str, Path]:
         with _open(file) as reader:
             return dict.fromkeys(reader.keys(), file)
     if not index.is_file():
-        raise ValueError(f"{directory} is no checkpoint: it has neither {WEIGHTS} nor shards that a grid wrote.")
+        raise ValueError(
+            f"{directory} is no checkpoint: it has neither {WEIGHTS} nor shards that a grid wrote, nor a folder of "
+            f"torch.distributed.checkpoint.{name_unread(directory)}"
+        )
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {name: directory / Path(file).name for name, file in names.items()}

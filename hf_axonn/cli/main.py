@@ -81,12 +81,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
     from hf_axonn.checkpoint.export import export_hf
 
     if options.max_shard_gb <= 0:
         raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give a number above 0.")
     export_hf(options.checkpoint, options.output, shard_bytes=int(options.max_shard_gb * 2**30))
     print(f"{options.output} holds the model: AutoModelForCausalLM.from_pretrained({options.output!r})")
+    if not Path(options.output, "config.json").is_file():
+        print(f"{options.checkpoint} has no config.json, as FSDP writes none: copy that of the model to it.")
     return 0
 
 

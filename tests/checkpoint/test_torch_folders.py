@@ -1,0 +1,131 @@
+"""Folders that stock FSDP2 and Transformers' tensor parallelism wrote: a grid resumes from them, equal to the bit."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from transformers import AutoModelForCausalLM
+from transformers.distributed.checkpoint import save_optimizer_distributed
+
+from hf_axonn import Grid, export_hf, parallelize
+from hf_axonn.checkpoint.single_process import load_plain_optimizer, load_plain_weights
+from hf_axonn.checkpoint.torch_folders import MODEL, read_torch_folder
+from tests.benchmarks.peers.contenders import fully_sharded
+from tests.helpers.equality import full
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
+
+
+make = functools.partial(tiny_model, "llama", dtype=torch.float32)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+WHOLE = StateDictOptions(flatten_optimizer_state_dict=True, full_state_dict=True, cpu_offload=True)
+
+
+def adamw(model) -> torch.optim.AdamW:
+    """Two groups, as Trainer makes them, with other settings than AdamW's own."""
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2], "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9))
+
+
+def train(model, optimizer) -> None:
+    for _ in range(2):
+        model(**tiny_batch(2, 6)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def keep_truth(model, optimizer, file: Path) -> None:
+    weights, moments = get_state_dict(model, optimizer, options=WHOLE)
+    if dist.get_rank() == 0:
+        torch.save({"model": weights, "optimizer": moments}, file)
+
+
+def write_as_others(folder: Path) -> None:
+    """Accelerate's own functions write what FSDP2 holds; Transformers' what tensor parallelism holds."""
+    PartialState()  # which Accelerate's logger asks
+    model = fully_sharded(make(seed=3).train())
+    optimizer = adamw(model)
+    train(model, optimizer)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = SimpleNamespace(process_index=dist.get_rank(), num_processes=2, is_fsdp2=True)
+    save_fsdp_model(plugin, accelerator, model, folder / "fsdp2")
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder / "fsdp2")
+    keep_truth(model, optimizer, folder / "fsdp2.pt")
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "start", tp_plan="auto").train()
+    optimizer = adamw(model)
+    train(model, optimizer)
+    model.save_pretrained(folder / "tp")
+    save_optimizer_distributed(model, optimizer, folder / "tp" / "optimizer")
+    keep_truth(model, optimizer, folder / "tp.pt")
+
+
+def resume(folder: Path) -> None:
+    for grid in (Grid(x=2), Grid(z=2)):
+        for source in ("fsdp2", "tp"):
+            model, _ = parallelize(make(seed=5).train(), grid)
+            optimizer = adamw(model)
+            load_plain_weights(model, folder / source)
+            load_plain_optimizer(model, optimizer, folder / source)
+            truth = torch.load(folder / f"{source}.pt")
+            weights, moments = get_state_dict(model, optimizer, options=FLAT)
+            for found, known in ((weights, truth["model"]), (moments, truth["optimizer"])):
+                assert found.keys() == known.keys(), source
+                for name, value in found.items():
+                    same = torch.equal(full(value), known[name]) if torch.is_tensor(value) else value == known[name]
+                    assert same, (source, name)
+        with pytest.raises(ValueError, match="FULL_STATE_DICT: save with SHARDED_STATE_DICT"):
+            load_plain_weights(model, folder / "whole")
+        with pytest.raises(ValueError, match="zero_to_fp32"):
+            load_plain_optimizer(model, optimizer, folder / "zero")
+
+
+@pytest.mark.slow
+def test_a_grid_resumes_from_what_others_wrote(tmp_path):
+    make(seed=3).save_pretrained(tmp_path / "start")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "pytorch_model_fsdp.bin").touch()
+    (tmp_path / "zero" / "global_step10").mkdir(parents=True)
+    run_ranks(write_as_others, 2, tmp_path)
+    run_ranks(resume, 2, tmp_path)
+    export_hf(tmp_path / "fsdp2", tmp_path / "plain")
+    make().config.save_pretrained(tmp_path / "plain")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
+    truth = torch.load(tmp_path / "fsdp2.pt")["model"]
+    assert read.keys() == truth.keys() and all(torch.equal(read[name], truth[name]) for name in truth)
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+def test_nothing_of_a_folder_is_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "folder"
+    dcp.save({"model": {"weight": torch.arange(6.0).view(2, 3), "step": 4}}, checkpoint_id=folder, no_dist=True)
+    tensors, values = read_torch_folder(folder, MODEL)
+    assert torch.equal(tensors["weight"][0:2, 1:3], torch.tensor([[1.0, 2], [4, 5]])) and values["step"]() == 4
+    with pytest.raises(ValueError, match=r"no optimizer\.\* among what it names"):
+        read_torch_folder(folder, "optimizer.")
+    damaged = tensors["weight"].pieces[0]
+    file = next(folder.glob("*.distcp"))
+    file.write_bytes(pickle.dumps(Evil()) + bytes(file.stat().st_size))
+    with pytest.raises(ValueError, match="holds more than tensors and plain values"):
+        damaged.read()
+    for evil in (pickle.dumps(Evil()), b"", b"\x80"):
+        (folder / ".metadata").write_bytes(evil)
+        with pytest.raises(ValueError, match="no description of a checkpoint"):
+            read_torch_folder(folder, MODEL)
+    assert not Path("executed").exists()
