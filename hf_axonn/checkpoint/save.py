@@ -6,8 +6,9 @@
     save.close()                               all ranks: everything is on disk and has its place, or nothing has
 
 No rank raises before all have heard of it, so a full disk on one machine is the same error everywhere. Ranks tell rank
-0 what they wrote through small files in the stage: so the end of a save in the background needs no communication, and
-it is a complete checkpoint as soon as the last rank has written, however long the next step takes.
+0 what they wrote through small files in the stage, which on large grids others join for it. So the end of a save in
+the background needs no communication, and it is a complete checkpoint as soon as the last rank has written, however
+long the next step takes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from hf_axonn.topology.grid import Grid
 logger = get_logger(__name__)
 
 PARTS = ".parts"
+JOINED = 64  # reports of so many ranks are joined by the first of them, so that rank 0 opens few files
 LONGEST_POLL = 0.5  # seconds between two looks for the parts of other ranks
 LAST_WAIT = 600.0  # seconds to wait for other ranks when the training of this process is over
 
@@ -86,7 +88,7 @@ class Save:
         self._shards: dict[str, dict[str, tuple[Tensor, Box]]] = {}
         self._claimed: list[str] = []
         self._thread: threading.Thread | None = None
-        self._written, self._cancelled = threading.Event(), threading.Event()
+        self._written, self._joined, self._cancelled = threading.Event(), threading.Event(), threading.Event()
         opening = {"save": uuid.uuid4().hex, "stage": "", "problem": ""}
         if self.rank == 0:
             try:
@@ -149,7 +151,7 @@ class Save:
 
         Raises:
             SaveError: on any rank something could not be written. On every rank alike.
-        Collectives: two of `first_problem`; none in the background.
+        Collectives: two of `first_problem`, and on more than JOINED ranks a third; none in the background.
         """
         global _pending
         if self.background:
@@ -159,6 +161,9 @@ class Save:
             return
         self._write_own()
         self._agree(self.problem)
+        if self.grid.size > JOINED:
+            self._join_reports()
+            self._agree(self.problem)
         if self.rank == 0:
             self._complete()
         self._agree(self._late_problem)
@@ -168,6 +173,9 @@ class Save:
         assert self._thread is not None
         self._written.wait()
         self._agree(self.problem)
+        if self.grid.size > JOINED:
+            self._joined.wait()
+            self._agree(self.problem)
         self._thread.join()
         self._agree(self._late_problem)
 
@@ -187,6 +195,9 @@ class Save:
         """Write in the background."""
         self._write_own()
         self._written.set()
+        if self.grid.size > JOINED and not self.problem:
+            self._join_reports()
+        self._joined.set()
         if self.rank == 0 and not self.problem:
             self._complete()
         if self.problem or self._late_problem:
@@ -199,10 +210,30 @@ class Save:
                 part["files"] = self._write_files()
         part["problem"] = self.problem
         with self.writing():
-            path = self._part(self.rank)
-            path.parent.mkdir(exist_ok=True)
-            path.with_suffix(".partial").write_text(json.dumps(part))
-            os.replace(path.with_suffix(".partial"), path)
+            self._report(self._part(self.rank), part)
+
+    def _report(self, path: Path, content: Any) -> None:
+        """Write a report, which is there completely or not at all."""
+        path.parent.mkdir(exist_ok=True)
+        path.with_suffix(".partial").write_text(json.dumps(content))
+        os.replace(path.with_suffix(".partial"), path)
+
+    def _join_reports(self) -> None:
+        """Write, on the first of each JOINED ranks but rank 0, the reports of all of them in one file."""
+        if self.rank % JOINED or self.rank == 0:
+            return
+        with self.writing():
+            if self._wait_for(self._neighbours(), ".json"):
+                self._report(self._part(self.rank, ".joined"), self._read_reports(self._neighbours()))
+                for rank in self._neighbours():
+                    self._part(rank).unlink()
+
+    def _neighbours(self) -> range:
+        """Return the ranks whose reports this one joins."""
+        return range(self.rank, min(self.rank + JOINED, self.grid.size))
+
+    def _read_reports(self, ranks: Iterable[int]) -> list[dict[str, Any]]:
+        return [json.loads(self._part(rank).read_text()) for rank in ranks]
 
     def _write_files(self) -> dict[str, FileRecord]:
         files = {}
@@ -225,8 +256,8 @@ class Save:
     def _name(self, path: Path) -> str:
         return path.relative_to(self.stage).as_posix()
 
-    def _part(self, rank: int) -> Path:
-        return self.stage / PARTS / f"{rank:05d}.json"
+    def _part(self, rank: int, ending: str = ".json") -> Path:
+        return self.stage / PARTS / f"{rank:05d}{ending}"
 
     def _complete(self) -> None:
         """Write, on rank 0, the manifest once all parts are there, and give the checkpoint its name."""
@@ -253,11 +284,16 @@ class Save:
             self._late_problem = _words(problem)
 
     def _parts_arrived(self) -> bool:
-        """Wait until every rank has written its part; False if the save is given up."""
-        awaited = set(range(1, self.grid.size))
+        """Wait, on rank 0, until every rank has written its part; False if the save is given up."""
+        others = range(JOINED, self.grid.size, JOINED)
+        return self._wait_for(self._neighbours(), ".json") and self._wait_for(others, ".joined")
+
+    def _wait_for(self, ranks: Iterable[int], ending: str) -> bool:
+        """Wait until these ranks have written a report with this ending; False if the save is given up."""
+        awaited = set(ranks)
         pause, end = 0.005, None
         while awaited:
-            awaited = {rank for rank in awaited if not self._part(rank).exists()}
+            awaited -= self._reported(ending)
             if self._cancelled.is_set() and awaited:
                 return False
             if awaited and not self.stage.is_dir():
@@ -273,13 +309,22 @@ class Save:
             pause = min(2 * pause, LONGEST_POLL)
         return True
 
+    def _reported(self, ending: str) -> set[int]:
+        """Return the ranks that have written a report with this ending, by one listing of their folder."""
+        try:
+            return {int(name[:5]) for name in os.listdir(self.stage / PARTS) if name.endswith(ending)}
+        except FileNotFoundError:
+            return set()
+
     def _files_of_parts(self) -> tuple[dict[str, FileRecord], list[int]]:
         """Return the files of all ranks, as each reports them, and the ranks that have saved another state."""
         files: dict[str, FileRecord] = {}
         others = []
         states = self._states_digest()
-        for rank in range(self.grid.size):
-            part = json.loads(self._part(rank).read_text())
+        parts = self._read_reports(self._neighbours())
+        for first in range(JOINED, self.grid.size, JOINED):
+            parts += json.loads(self._part(first, ".joined").read_text())
+        for rank, part in enumerate(parts):
             if part["save"] != self.save_id or part["problem"]:
                 raise OSError(f"rank {rank}: {part['problem'] or 'its part is of another save'}")
             if part["states"] != states:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -405,9 +406,31 @@ def test_a_rank_that_saves_less_is_an_error_on_all_and_the_old_one_stands(old, t
         assert survives(tmp_path / kind, "checkpoint-1") == OLD
 
 
+def _save_with_joined_reports(model, optimizer, folder: Path) -> None:
+    """As on thousands of ranks, whose reports other ranks than rank 0 read; and one of these cannot."""
+    with mock.patch.object(saving, "JOINED", 1):
+        for background in (False, True):
+            save_sharded(model, folder / f"joined {background}", optimizer=optimizer, async_save=background)
+            finish_saves()
+        report = Save._report
+
+        def full_disk(save: Save, path: Path, content) -> None:
+            if path.suffix == ".joined":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            report(save, path, content)
+
+        with mock.patch.object(Save, "_report", full_disk):
+            for background in (False, True):
+                with pytest.raises(SaveError, match="rank 1: OSError.* No space left"):
+                    save_sharded(model, folder / "joined False", optimizer=optimizer, async_save=background)
+                    finish_saves()
+    check_complete(folder / "joined False")
+
+
 def save_both_ways(folder: Path) -> None:
     model, optimizer = filled(NEW)
     save_sharded(model, folder / "foreground", optimizer=optimizer)
+    _save_with_joined_reports(model, optimizer, folder)
     put, go_on = shard_files._put, threading.Event()
 
     def waiting(*args) -> None:
@@ -435,8 +458,11 @@ def save_both_ways(folder: Path) -> None:
 
 def test_a_save_in_the_background_is_the_same_to_the_bit(tmp_path):
     run_ranks(save_both_ways, 2, tmp_path)
-    first, second = (check_complete(tmp_path / name) for name in ("foreground", "background"))
-    assert first.files == second.files and first.model == second.model and first.save != second.save
+    first, *others = (
+        check_complete(tmp_path / name) for name in ("foreground", "background", "joined False", "joined True")
+    )
+    for other in others:
+        assert first.files == other.files and first.model == other.model and first.save != other.save
 
 
 def save_by_torch(folder: Path) -> None:

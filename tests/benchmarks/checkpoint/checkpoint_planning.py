@@ -15,6 +15,7 @@ import argparse
 import json
 import pickle
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_axonn import Grid, parallelize
 from hf_axonn.checkpoint.manifest import Manifest
 from hf_axonn.checkpoint.partition import SavedTensor, box_at, shards_in
-from hf_axonn.checkpoint.save import PARTS, Save
+from hf_axonn.checkpoint.save import JOINED, PARTS, Save
 from hf_axonn.checkpoint.shard_files import ShardReader, describe, file_name, shards_to_write
 
 
@@ -71,6 +72,10 @@ def merge(tensors: dict[str, SavedTensor], grid: Grid) -> tuple[float, int]:
             (save.stage / file_name(rank)).touch()
             part = {"save": "id", "states": states, "problem": "", "files": {file_name(rank): (0, "0" * 64)}}
             save._part(rank).write_text(json.dumps(part))
+        for save.rank in range(JOINED, grid.size, JOINED):
+            save._cancelled, save.problem = threading.Event(), ""
+            save._join_reports()
+        save.rank = 0
         begin = time.perf_counter()
         text = Manifest("id", grid, save._files_of_parts()[0], [], tensors, {}).to_json()
         Manifest.from_json(text)
