@@ -100,6 +100,7 @@ class PassContext:
         averaging: whether gradients are averaged, and who begins that.
         items_of_all: whether the num_items_in_batch of a pass are those of all ranks, and not of this (data, z) alone
             (`own_items`).
+        in_trainer: whether a Trainer runs the pass, which divides by the items of all ranks (`run_by_trainer`).
         share_factor: what a loss for num_items_in_batch is multiplied by in this pass (`multiplied_shares`).
         first_run: of the checkpointed layer that runs (`with_first_run`); None outside of one.
         random_seed, random_count: of the `keyed_random` that is open (`with_seed`, `count_random`).
@@ -121,6 +122,7 @@ class PassContext:
         self.averaging = GradientAveraging()
         self.defer_head = False
         self.items_of_all = True
+        self.in_trainer = False
         self.share_factor = 1
         self.stage: StagePass | None = None
         self.deferred: list[partial[list[Tensor]]] | None = None
@@ -224,6 +226,10 @@ class PassContext:
     def own_items(self) -> AbstractContextManager[None]:
         """Take the num_items_in_batch of passes inside as those of this (data, z) alone."""
         return replace_attributes({(self, "items_of_all"): False})
+
+    def run_by_trainer(self) -> AbstractContextManager[None]:
+        """Set `in_trainer` inside."""
+        return replace_attributes({(self, "in_trainer"): True})
 
     def multiplied_shares(self, factor: int) -> AbstractContextManager[None]:
         """Multiply losses for num_items_in_batch inside (losses/shares.py)."""

@@ -11,6 +11,7 @@ positions and masks off its shape. The head has two ways:
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.torch import assert_on_device
-from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, gather_replicated
+from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, gather_replicated, world_rank
 from hf_axonn.distributed.consistency import raise_together
-from hf_axonn.distributed.mesh import SAME_SAMPLES, TOKENS
+from hf_axonn.distributed.mesh import ROWS, SAME_SAMPLES, TOKENS
 from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
 from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim, take_tokens
 from hf_axonn.engine.dtensors import replicated_local
@@ -38,6 +40,9 @@ from hf_axonn.topology.weight_kind import WeightKind
 if TYPE_CHECKING:
     from hf_axonn.distributed.mesh import GridMesh
     from hf_axonn.engine.state import ParallelState
+
+
+logger = get_logger(__name__)
 
 
 def is_vocabulary(embedding: nn.Module) -> bool:
@@ -142,6 +147,27 @@ class Embedding:
     def full_weight(self) -> Tensor:
         """See `_full_weight`."""
         return _full_weight(self, self.module.num_embeddings)
+
+
+def warn_of_own_means(state: ParallelState) -> None:
+    """Warn, once, where logits of a training pass are full, that a mean over them is not one over all ranks.
+
+    Not in a Trainer, whose loss functions are given the items of all ranks. No communication.
+    """
+    ranks = state.grid_mesh.size(*ROWS)
+    if ranks > 1 and torch.is_grad_enabled() and not state.context.in_trainer:
+        _warn_of_own_means(ranks)
+
+
+@functools.cache
+def _warn_of_own_means(ranks: int) -> None:
+    if world_rank() == 0:
+        logger.warning(
+            f"The logits of a training pass are formed in full. A mean over them is that of one of {ranks} "
+            "data-parallel ranks, as under DistributedDataParallel, and where these have unequally many labels the "
+            "average of their gradients is not that of the mean over all: give the labels to the model, with -100 "
+            "where none counts, and take its loss."
+        )
 
 
 def defers(hidden: Tensor, state: ParallelState) -> bool:
@@ -249,6 +275,8 @@ class DeferredLogits:
         """[B, S, V] on every rank of (x, y) and context, each of which then repeats the same work. Collective over
         (x, y), and over context."""
         if self._full is None:
+            if not self.head.state.context.in_forward:
+                warn_of_own_means(self.head.state)
             mesh = self.head.state.grid_mesh
             logits = self.head.full_logits(gather_tokens(self.hidden, self.tokens, mesh))
             for adapter in self.beside:

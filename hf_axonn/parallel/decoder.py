@@ -32,6 +32,7 @@ from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gathe
 from hf_axonn.engine.context import FirstRun
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.layers.base import patch_forward, split_hidden_states
+from hf_axonn.layers.vocabulary import warn_of_own_means
 from hf_axonn.losses.router_aux import full_router_logits
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.parallel.sharded_model import ShardedModel
@@ -277,6 +278,8 @@ def install_causal_lm(state: ShardedModel, model: nn.Module) -> None:
         finally:
             state.context.end_forward()
         if state.context.stage is None:
+            if model.training and given.get("labels") is None and isinstance(loss, ShardedCausalLMLoss):
+                warn_of_own_means(state)
             watch_backward(model, state, output)
         return output
 

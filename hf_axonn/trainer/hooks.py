@@ -242,7 +242,10 @@ def train(self, original: Callable, resume_from_checkpoint: str | bool | None = 
 def training_step(self, original: Callable, *args, **kwargs):
     """Note the step, which a resumed run does not count from one."""
     PROGRESS.done = self.state.global_step
-    return whole(original(*args, **kwargs))  # a penalty may have made the loss a DTensor, which Trainer adds in place
+    state = parallel_state(self.model)
+    with contextlib.nullcontext() if state is None else state.context.run_by_trainer():
+        loss = original(*args, **kwargs)
+    return whole(loss)  # a penalty may have made it a DTensor, which Trainer adds in place
 
 
 WRAPPERS = (

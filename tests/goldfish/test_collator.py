@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers import BatchEncoding, DataCollatorForSeq2Seq, TrainingArgument
 
 from hf_axonn import AxonnPlugin, GoldfishCollator, GoldfishConfig, GoldfishTrainer, Grid, goldfish_mask
 from hf_axonn.compat.accelerate import forget_state
+from hf_axonn.layers import vocabulary
 from tests.helpers.chats import ExactLogProbs, chat_tokenizer, chats
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_model
@@ -93,8 +96,11 @@ def truths(tmp_path_factory) -> Callable[[str], dict[str, torch.Tensor]]:
     return lambda recipe: truth("SFT" if recipe == "SFT" else "Trainer")
 
 
-def follow(recipe: str, folder: Path, grid: Grid | None) -> dict[str, torch.Tensor]:
-    """Run a block with the names that it takes for granted, and return the weights that it leaves."""
+def follow(recipe: str, folder: Path, grid: Grid | None, wrap: Callable | None = None) -> dict[str, torch.Tensor]:
+    """Run a block with the names that it takes for granted, and return the weights that it leaves.
+
+    `wrap` makes the model of the block of the one that is prepared.
+    """
     names: dict[str, Any] = {"model": tiny_model("llama").train(), "tokenizer": chat_tokenizer(), "rows": ROWS}
     if recipe == "loop":
         forget_state()
@@ -108,9 +114,11 @@ def follow(recipe: str, folder: Path, grid: Grid | None) -> dict[str, torch.Tens
         names |= {"args": sft_arguments(folder, grid, goldfish=False), "conversations": conversations()}
     else:
         names["args"] = arguments(TrainingArguments, folder, grid)
+    model = names["model"]
+    names["model"] = wrap(model) if wrap else model
     with Float64():
         exec(block(recipe), names)
-    return weights(names["model"])
+    return weights(model)
 
 
 def assert_equal(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], *about: object) -> None:
@@ -130,11 +138,33 @@ def test_a_printed_recipe_equals_goldfish_trainer(tmp_path, truths, monkeypatch,
     assert_equal(follow(recipe, tmp_path, None), truths(recipe))
 
 
-def _on_grids(folder: Path, wanted: dict[str, dict[str, torch.Tensor]]) -> None:
-    for grid in TWO:
-        for recipe, truth in wanted.items():
-            assert_equal(follow(recipe, folder / "run", grid), truth, grid, recipe)
-        assert_equal(_by_lightning(folder, grid), wanted["loop"], grid, "Lightning")
+def _on_grids(folder: Path, wanted: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+    with mock.patch.object(vocabulary.logger, "warning") as warned:
+        for grid in TWO:
+            for recipe, truth in wanted.items():
+                assert_equal(follow(recipe, folder / "run", grid), truth, grid, recipe)
+            assert_equal(_by_lightning(folder, grid), wanted["loop"], grid, "Lightning")
+        assert not warned.called
+        for labelled, grid in ((True, Grid(x=2)), (True, Grid(z=2)), (False, Grid(data=2))):
+            own = follow("loop", folder / "run", grid, wrap=functools.partial(OwnMean, labelled=labelled))
+            errors = relative_errors(own, wanted["loop"])
+            assert (max(errors.values()) < TOLERANCE) == (grid == Grid(x=2)), (grid, errors)
+            vocabulary._warn_of_own_means.cache_clear()
+        return [call.args[0] for call in warned.call_args_list]
+
+
+class OwnMean(torch.nn.Module):
+    """A model whose loss is a mean over logits, as a loop of one's own may take it."""
+
+    def __init__(self, model: torch.nn.Module, *, labelled: bool) -> None:
+        super().__init__()
+        self.model, self.labelled = model, labelled
+
+    def forward(self, labels, **batch):
+        logits = self.model(**batch, labels=labels if self.labelled else None).logits
+        logits = logits.full() if self.labelled and not isinstance(logits, torch.Tensor) else logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(loss=loss)
 
 
 def _by_lightning(folder: Path, grid: Grid) -> dict[str, torch.Tensor]:
@@ -167,7 +197,12 @@ def _by_lightning(folder: Path, grid: Grid) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_printed_recipes_and_lightning_equal_goldfish_trainer_on_grids(tmp_path, truths):
     pytest.importorskip("lightning")
-    run_ranks(_on_grids, 2, tmp_path, {recipe: truths(recipe) for recipe in RECIPES})
+    found, none = run_ranks(_on_grids, 2, tmp_path, {recipe: truths(recipe) for recipe in RECIPES})
+    assert (
+        len(found) == 2
+        and not none
+        and all("mean over them is that of one of 2 data-parallel" in each for each in found)
+    )
 
 
 def packed() -> BatchEncoding:
