@@ -38,6 +38,7 @@ from hf_axonn_eval.extraction.callback import ExtractionCallback as ExtractionCa
 from hf_axonn_eval.extraction.extract import extract as extract
 from hf_axonn_eval.extraction.load_model import LoadedModel as LoadedModel
 from hf_axonn_eval.extraction.load_model import load_model as load_model
+from hf_axonn_eval.extraction.ngram_stopping import NgramStopping as NgramStopping
 from hf_axonn_eval.extraction.scoring import document_nll as document_nll
 from hf_axonn_eval.metrics.discoverability import Sampler as Sampler
 from hf_axonn_eval.metrics.discoverability import is_discoverable as is_discoverable

@@ -10,10 +10,11 @@ from hf_axonn.config import AxonnConfig as AxonnConfig
 from hf_axonn.engine.gradient_sync import sync_gradients as sync_gradients
 from hf_axonn.engine.state import parallel_state as parallel_state
 from hf_axonn.goldfish.collator import GoldfishCollator as GoldfishCollator
+from hf_axonn.goldfish.config import GoldfishConfig as GoldfishConfig
 from hf_axonn.goldfish.mask import goldfish_mask as goldfish_mask
 from hf_axonn.goldfish.sft import GoldfishSFTConfig as GoldfishSFTConfig
 from hf_axonn.goldfish.sft import GoldfishSFTTrainer as GoldfishSFTTrainer
-from hf_axonn.goldfish.trainer import GoldfishConfig as GoldfishConfig
+from hf_axonn.goldfish.strategy import LossStrategy as LossStrategy
 from hf_axonn.goldfish.trainer import GoldfishMixin as GoldfishMixin
 from hf_axonn.goldfish.trainer import GoldfishTrainer as GoldfishTrainer
 from hf_axonn.launch.notebook import notebook_launcher as notebook_launcher

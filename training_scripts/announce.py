@@ -25,8 +25,8 @@ from hf_axonn import GoldfishConfig, parallel_state
 from hf_axonn.checkpoint.manifest import MANIFEST, read_manifest
 from hf_axonn.engine.documents import document_fields, find_document_ids
 from hf_axonn.engine.parameter_counts import num_parameters
+from hf_axonn.goldfish.goldfish_strategy import make_mask
 from hf_axonn.goldfish.table import load_table
-from hf_axonn.goldfish.trainer import make_mask
 from hf_axonn_scripts import is_first
 from hf_axonn_scripts.data import DataArguments, Rows
 
@@ -125,6 +125,8 @@ def describe_loss(args: GoldfishConfig, share: float | None) -> str:
     """Return which loss is trained with, and which share of labels it leaves out."""
     if not args.goldfish:
         return "ordinary: every label counts"
+    if args.loss_strategy != "goldfish":
+        return args.loss_strategy
     settings = f"{args.goldfish_strategy}, k={args.goldfish_k}, h={args.goldfish_context_width}"
     dropped = "" if share is None else f"; {share:.1%} of the labels are dropped"
     return f"goldfish ({settings}){dropped}"
@@ -154,7 +156,7 @@ class Announcement(TrainerCallback):
         """Print the model, the grid, the loss and the steps."""
         trainer, model = self.trainer, self.trainer.accelerator.unwrap_model(self.trainer.model)
         rows, share = trainer.train_dataset, None
-        if is_first() and args.goldfish:
+        if is_first() and args.goldfish and args.loss_strategy == "goldfish":
             some = [rows[place] for place in range(min(len(rows), MEASURED_ROWS))]
             share = dropped_share(args, trainer.data_collator(some))
         parallel = parallel_state(model)

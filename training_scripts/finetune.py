@@ -14,7 +14,7 @@ import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import (
@@ -138,6 +138,12 @@ def load_model(args: ModelArguments, grid: hf_axonn.Grid | None):
     return add_lora(model, args) if args.lora_r else model
 
 
+def load_frozen(args: ModelArguments, grid: hf_axonn.Grid | None, training: GoldfishConfig):
+    """Load the model a second time, without adapters, where the loss compares with it as it was; None elsewhere."""
+    rival = training.make_rival()
+    return load_model(replace(args, lora_r=0), grid) if rival is not None and "frozen" in rival.sources else None
+
+
 def add_lora(model, args: ModelArguments):
     """Freeze the model and add adapters that are trained instead."""
     from peft import LoraConfig, get_peft_model
@@ -211,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
         model = load_model(model_args, launched.grid if launched else None)
         if data_args.packing:
             check_packing(model, args)
+        frozen = load_frozen(model_args, launched.grid if launched else None, args)
     except (ValueError, OSError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the first of this machine, whose files may be others
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
@@ -223,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
         eval_dataset=rows.held_out,
         processing_class=tokenizer,
         data_collator=default_data_collator if data_args.packing else DataCollatorForSeq2Seq(tokenizer),
+        frozen_model=frozen,
     )
     trainer.add_callback(Announcement(trainer))
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -125,8 +125,12 @@ class ExtractionCallback(TrainerCallback):
                 generate=self.generate,
                 progress=False,
             )
-            found = WorkSplit.for_model(model).on_rank_zero(lambda: _means(results))
+            found = WorkSplit.for_model(model).on_rank_zero(lambda: self.summarize(results))
         return found | {f"{PREFIX}seconds": round(time.perf_counter() - start, 4)}
+
+    def summarize(self, results: Sequence[SampleResult]) -> dict[str, float]:
+        """Return what is logged of the results, on rank 0."""
+        return _means(results)
 
     def _log(self, control: TrainerControl) -> dict[str, float]:
         found = self.measure()

@@ -58,8 +58,12 @@ def by_hash(tokens: Tensor, k: int, width: int) -> Tensor:
 
 def coins(samples: Tensor, length: int, k: int, seed: int, step: int) -> Tensor:
     """[B, length] independent coins: row b is the SplitMix64 stream of the key (seed, step, samples[b])."""
-    places = torch.arange(1, length + 1, device=samples.device)
-    return _one_in(k, _mix(_keys(samples, seed, step)[:, None] + places * _GAMMA))
+    return _one_in(k, _stream(samples, length, seed, step))
+
+
+def coins_below(probability: float, samples: Tensor, length: int, seed: int, step: int) -> Tensor:
+    """[B, length] independent coins of the same streams as `coins`, True with a probability below 1."""
+    return _shift(_stream(samples, length, seed, step), 1) < int(probability * (1 << 63))
 
 
 def seeded_coins(samples: Tensor, length: int, k: int, seed: int, step: int) -> Tensor:
@@ -87,6 +91,12 @@ def draw_coins(shape: tuple[int, ...], k: int, generator: torch.Generator) -> Te
 def _products(tokens: Tensor, width: int) -> Tensor:
     """[B, S - h] int64 products of tokens t-h+1 .. t, modulo 2**64."""
     return tokens[:, 1:].unfold(1, width, 1).prod(dim=-1)
+
+
+def _stream(samples: Tensor, length: int, seed: int, step: int) -> Tensor:
+    """[B, length] int64: the SplitMix64 stream of each sample's key."""
+    places = torch.arange(1, length + 1, device=samples.device)
+    return _mix(_keys(samples, seed, step)[:, None] + places * _GAMMA)
 
 
 def _keys(samples: Tensor, seed: int, step: int) -> Tensor:

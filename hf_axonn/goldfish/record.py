@@ -5,8 +5,10 @@
     tokens      labels in their batches, those that the goldfish loss left out among them; null if a part has none
     dropped     of these, what it left out; null likewise
     parts       one for each setting of loss or data, in their order; resumed runs add to the last one. Each has
-        strategy        of the goldfish loss, "none" for the ordinary one, "unknown" where a checkpoint has no record
-        k, context_width, start_position, seed, as_reference, ignored_token, table_sha256     as far as they matter
+        strategy        of the goldfish loss, or another loss; "none" for the ordinary one, "unknown" where a
+                        checkpoint has no record
+        k, context_width, start_position, seed, as_reference, ignored_token, table_sha256     as far as they matter;
+                        of another loss its settings
         steps, tokens, dropped
         data            `rows`, and `rows_sha256`, of their input_ids (`Data`), or `why` there is none
         started         when the part began
@@ -205,6 +207,10 @@ def describe_loss(part: Mapping[str, Any]) -> str:
     """Say in words which loss a part of a record was trained with."""
     if part["strategy"] in ("none", UNKNOWN):
         return {"none": "ordinary loss", UNKNOWN: UNKNOWN}[part["strategy"]]
+    if part.get("k") is None:  # not of goldfish
+        about = {name: value for name, value in part.items() if name not in (*_COUNTS, "strategy", "data", "started")}
+        settings = ", ".join(f"{name}={value}" for name, value in about.items())
+        return f"{part['strategy']} ({settings})" if settings else str(part["strategy"])
     about = {"k": part.get("k"), "h": part.get("context_width"), "s": part.get("start_position")}
     about |= {"seed": part.get("seed"), "table": (part.get("table_sha256") or "")[:12] or None}
     settings = [f"{name}={value}" for name, value in about.items() if value is not None]

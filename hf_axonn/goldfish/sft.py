@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from hf_axonn.compat.extras import lacking
-from hf_axonn.goldfish.trainer import SAMPLE_LENGTHS, GoldfishConfig, GoldfishMixin
+from hf_axonn.goldfish.config import GoldfishConfig
+from hf_axonn.goldfish.trainer import SAMPLE_LENGTHS, GoldfishMixin
 from hf_axonn.trainer import trl as compat_trl
 
 
@@ -67,6 +68,13 @@ class GoldfishSFTTrainer(GoldfishMixin, SFTTrainer):
         if self.padding_free:
             assert isinstance(self.data_collator, DataCollatorForLanguageModeling)  # TRL refuses any other
             self.data_collator = _SampleCollator(**_fields(self.data_collator))
+
+    def _check_weights(self) -> None:
+        """Refuse weights: TRL sums the log-probabilities of kept labels by itself."""
+        raise ValueError(
+            f"{type(self.loss_strategy).__name__} gives labels weights, which TRL's loss does not take: use "
+            "GoldfishTrainer, or a strategy that leaves labels out."
+        )
 
     def _use_eval_sums(self, sums: dict[str, float]) -> None:
         """Take the place of what TRL has collected for the next log, a number for each batch."""

@@ -1,12 +1,13 @@
-"""`GoldfishTrainer`: Transformers' Trainer that leaves one label in k out of the loss, against verbatim copies.
+"""`GoldfishTrainer`: Transformers' Trainer with a loss against verbatim copies: goldfish, which leaves out one label
+in k, or another strategy (strategy.py).
 
     trainer = GoldfishTrainer(model=model, args=GoldfishConfig(output_dir="out", goldfish_k=4), train_dataset=...)
 
-The way of a training batch: it is masked where it is born (`get_batch_samples`), before the Trainer counts the tokens
-it will divide by, so that the mean is over kept tokens for any gradient accumulation and number of ranks. The labels
-as they were travel beside it and are put into the model's `CausalLMLoss` for the one call (`compute_loss`); they never
-pass through the model's forward, which a wrapper or a strict signature could stop. The loss object sums what kept,
-dropped and all tokens cost; `log` adds the sums over ranks.
+The way of a training batch: its labels are masked, or get weights, where it is born (`get_batch_samples`), before the
+Trainer counts the tokens it will divide by, so that the mean is over kept tokens for any gradient accumulation and
+number of ranks. The labels as they were, and the weights, travel beside it and are put into the model's `CausalLMLoss`
+for the one call (`compute_loss`); they never pass through the model's forward, which a wrapper or a strict signature
+could stop. The loss object sums what kept, dropped and all tokens cost; `log` adds the sums over ranks.
 
 Evaluation is never masked, and its loss is the total negative log-likelihood over the total number of target tokens.
 The stock Trainer reports the mean over batches of each batch's mean, which depends on how the batches are cut.
@@ -23,23 +24,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainingArguments
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.documents import document_fields, find_document_ids, separate_documents
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.goldfish.collator import GoldfishCollator, drop_labels, ids_and_labels
-from hf_axonn.goldfish.mask import HASHES, RANDOM, check_options, count_unprotected, goldfish_mask
+from hf_axonn.goldfish.config import GoldfishConfig
+from hf_axonn.goldfish.goldfish_strategy import make_strategy
 from hf_axonn.goldfish.recording import RecordingMixin
-from hf_axonn.goldfish.table import CPU_TABLE_SHA256, load_table, table_sha256
+from hf_axonn.goldfish.statistics import token_statistics
+from hf_axonn.goldfish.strategy import LossStrategy, Source, TokenStatistics, TrainingBatch, weigh
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
 from hf_axonn.trainer import hooks as trainer_hooks
 from hf_axonn.trainer.accumulation import from_last_stage
@@ -51,151 +55,38 @@ logger = get_logger(__name__)
 
 UNMASKED_LABELS = "unmasked_labels"  # the private key: labels before goldfish, aligned with what the loss reads
 SAMPLE_LENGTHS = "sample_lengths"  # the private key of a collator that puts all samples into one row: their tokens
-PRIVATE_KEYS = (UNMASKED_LABELS, SAMPLE_LENGTHS)
+LOSS_WEIGHTS = "loss_weights"  # the private key: how much each label counts, aligned with what the loss reads
+PRIVATE_KEYS = (UNMASKED_LABELS, SAMPLE_LENGTHS, LOSS_WEIGHTS)
 EVAL_SUMS = ("nll", "tokens", "entropy", "top1")  # over target tokens; the last two where the trainer knows them
-
-
-@dataclass
-class GoldfishConfig(TrainingArguments):
-    """Training arguments with the goldfish loss. With TRL's: `GoldfishSFTConfig`.
-
-    Raises:
-        ValueError: an option is out of range.
-    """
-
-    goldfish: bool = field(
-        default=True,
-        metadata={"help": "Leave labels out of the training loss. False: ordinary loss, with the same logs."},
-    )
-    goldfish_strategy: Literal["hash-table", "hash", "hash-avalanche", "static", "random", "seeded_random"] = field(
-        default="hash-table",
-        metadata={
-            "help": "How labels are chosen: hash-table (the authors' code), hash (the paper), hash-avalanche (the "
-            "authors' hash without a table), static (every k-th of a document), random (a baseline that does not "
-            "protect), seeded_random (the same with torch's generator, as in the authors' code)."
-        },
-    )
-    goldfish_k: int = field(default=4, metadata={"help": "One label in k is dropped; at least 2."})
-    goldfish_context_width: int = field(
-        default=13,
-        metadata={"help": "Tokens a hash looks at. As many labels at the start of a document are never dropped."},
-    )
-    goldfish_as_reference: bool = field(
-        default=False,
-        metadata={
-            "help": "Packed rows and prompts as in the authors' code: a row is one document, whatever was packed into "
-            "it, and a hash reads labels, in which prompts are goldfish_ignored_token."
-        },
-    )
-    goldfish_ignored_token: int = field(
-        default=-1,
-        metadata={
-            "help": "With goldfish_as_reference what a hash reads where labels are ignored: -1, as the authors' code "
-            "without a tokenizer, or the id of the padding token, as with one."
-        },
-    )
-    goldfish_start_position: int = field(
-        default=0, metadata={"help": "Labels that the strategy static keeps at the start of a document."}
-    )
-    goldfish_table: str | None = field(
-        default=None,
-        metadata={
-            "help": "File with the table of the strategy hash-table, as another device drew it (python -m "
-            "hf_axonn.goldfish.table). Default: the table that every CPU draws."
-        },
-    )
-    goldfish_table_sha256: str | None = field(
-        default=None, metadata={"help": "SHA-256 that the table of goldfish_table must have. Default: any."}
-    )
-    goldfish_seed: int | None = field(
-        default=None, metadata={"help": "Seed of the strategies random and seeded_random. Default: that of the run."}
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[no-untyped-call]  # of Transformers
-        check_options(
-            strategy=self.goldfish_strategy,
-            k=self.goldfish_k,
-            context_width=self.goldfish_context_width,
-            start_position=self.goldfish_start_position,
-        )
-        if self.goldfish_ignored_token != -1 and not self.goldfish_as_reference:
-            raise ValueError(
-                f"goldfish_ignored_token is {self.goldfish_ignored_token}, but without goldfish_as_reference=True "
-                "hashes read the tokens, also where labels are ignored: set both, or neither."
-            )
-        if self.goldfish_table is not None:
-            if self.goldfish_strategy != "hash-table":
-                raise ValueError(
-                    f"goldfish_table={self.goldfish_table} does not go with goldfish_strategy="
-                    f"{self.goldfish_strategy}: only hash-table looks up a table."
-                )
-            # Every rank reads the file by itself, and compares its arguments with the other ranks': the checksum, too.
-            self.goldfish_table_sha256 = table_sha256(load_table(self.goldfish_table, self.goldfish_table_sha256))
-        elif self.goldfish_table_sha256 is not None:
-            raise ValueError(f"goldfish_table_sha256={self.goldfish_table_sha256} is of no table: set goldfish_table.")
-
-
-def make_mask(
-    args: GoldfishConfig, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, **options: Any
-) -> Tensor:
-    """Return the mask of `goldfish_mask` with the settings of a config.
-
-    Args:
-        args: strategy, k, width and whatever else decides which labels are dropped.
-        input_ids, labels, document_ids: [B, S], as `goldfish_mask` takes them.
-        options: table, step and sample_ids of `goldfish_mask`.
-    """
-    return goldfish_mask(
-        input_ids,
-        labels,
-        document_ids,
-        strategy=args.goldfish_strategy,
-        k=args.goldfish_k,
-        context_width=args.goldfish_context_width,
-        start_position=args.goldfish_start_position,
-        hash_labels=args.goldfish_as_reference,
-        ignored_token=args.goldfish_ignored_token,
-        seed=_seed_of(args),
-        **options,
-    )
-
-
-def _seed_of(args: GoldfishConfig) -> int:
-    return args.seed if args.goldfish_seed is None else args.goldfish_seed
-
-
-def loss_settings(args: GoldfishConfig) -> dict[str, Any]:
-    """Return what decides which labels are dropped, as the training record has it."""
-    settings: dict[str, Any] = {"strategy": args.goldfish_strategy, "k": args.goldfish_k}
-    if args.goldfish_strategy in HASHES:
-        settings["context_width"] = args.goldfish_context_width
-    if args.goldfish_strategy == "hash-table":
-        settings["table_sha256"] = args.goldfish_table_sha256 or CPU_TABLE_SHA256
-    if args.goldfish_strategy == "static":
-        settings["start_position"] = args.goldfish_start_position
-    if args.goldfish_strategy in RANDOM:
-        settings["seed"] = _seed_of(args)
-    if args.goldfish_as_reference:
-        settings |= {"as_reference": True, "ignored_token": args.goldfish_ignored_token}
-    return settings
 
 
 class GoldfishMixin(RecordingMixin):
     """The goldfish loss and the token-weighted evaluation loss for `Trainer` or a subclass, mixed in before it.
 
     Its `args` must be a `GoldfishConfig`. Collectives beyond the stock Trainer's, all over the whole world: one sum at
-    each training log, at each checkpoint and at the end of training, and in evaluation one gather for every batch.
+    each training log, at each checkpoint and at the end of training, in evaluation one gather for every batch, and one
+    a step for a strategy whose denominator is the sum of its weights.
 
+    Args:
+        loss_strategy: in place of the one that `args` names; it is not for goldfish=False.
+        frozen_model: what a strategy with the source "frozen" reads; another object than the model that is trained.
+            On a grid it is parallelized like it.
+        args, kwargs: as the Trainer's.
     Raises:
         ValueError: a library has a release that is not proven (`check_versions`), args of another class, a model
-            without the causal language model's loss, or an option that does not go together with the goldfish loss
-            (named in the message).
+            without the causal language model's loss, an option that does not go together with the goldfish loss
+            (named in the message), or a frozen model where none is read, or none where one is.
     """
 
     args: GoldfishConfig
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        loss_strategy: LossStrategy | None = None,
+        frozen_model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
         check_versions()
         super().__init__(*args, **kwargs)
         if not isinstance(self.args, GoldfishConfig):
@@ -207,9 +98,13 @@ class GoldfishMixin(RecordingMixin):
             self._refuse_what_bypasses_the_loss()
         self._eval_totals: Tensor | None = None
         self._documents: Tensor | None = None
-        self._table: Tensor | None = None
-        if self.args.goldfish_table is not None:
-            self._table = load_table(self.args.goldfish_table, self.args.goldfish_table_sha256).to(self.args.device)
+        if loss_strategy is not None and (not self.args.goldfish or self.args.loss_strategy != "goldfish"):
+            named = "goldfish=False" if not self.args.goldfish else f"loss_strategy={self.args.loss_strategy}"
+            raise ValueError(
+                f"{type(loss_strategy).__name__} is given as loss_strategy, but args say {named}: omit one."
+            )
+        self.loss_strategy = make_strategy(self.args, self.args.device) if loss_strategy is None else loss_strategy
+        self._sources: dict[str, nn.Module | None] = {"frozen": self._freeze(frozen_model)}
         self._warned_unprotected = False
         self._warned_no_rows = False
         self._token_loss()
@@ -227,13 +122,38 @@ class GoldfishMixin(RecordingMixin):
             )
         self._token_loss().record.pop()
         self._documents = None
+        self.loss_strategy.prepare(self.train_dataset)
         return super().train(*args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """Mask the micro-batches of an optimizer step, then let the Trainer count their kept tokens."""
-        return super().get_batch_samples(map(self._mask_batch, itertools.count(), epoch_iterator), num_batches, device)
+        """Mask and weigh the micro-batches of an optimizer step, then let the Trainer count their kept tokens."""
+        masked = map(self._mask_batch, itertools.count(), epoch_iterator)
+        batches, items = super().get_batch_samples(masked, num_batches, device)
+        if self.loss_strategy.denominator == "weights" and batches:
+            self._scale_weights(batches)
+        return batches, items
+
+    def _scale_weights(self, batches: list[dict[str, Any]]) -> None:
+        """Scale the weights of a step's batches to a mean of 1, so that the sum of weights is the count of labels."""
+        device, wide = self.args.device, widest_float(self.args.device)
+        sums = torch.zeros(2, dtype=wide, device=device)
+        for batch in batches:
+            shifted = batch.get("shift_labels")
+            labels, weights = (
+                (batch["labels"][:, 1:], batch[LOSS_WEIGHTS][:, 1:])
+                if shifted is None
+                else (shifted, batch[LOSS_WEIGHTS])
+            )
+            kept = labels != IGNORE_INDEX
+            sums += torch.stack([kept.sum(), torch.where(kept, weights, 0).sum()]).to(device, wide)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            sums = self.accelerator.gather(sums[None]).sum(dim=0)
+        count, total = sums
+        scale = torch.where(total > 0, count / total, 1)
+        for batch in batches:
+            batch[LOSS_WEIGHTS] *= scale.to(batch[LOSS_WEIGHTS].device)
 
     def compute_loss(
         self,
@@ -243,13 +163,13 @@ class GoldfishMixin(RecordingMixin):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
         """Compute the loss as the Trainer does, with the unmasked labels handed to the loss function alone."""
-        unmasked = inputs.get(UNMASKED_LABELS)
+        unmasked, weights = inputs.get(UNMASKED_LABELS), inputs.get(LOSS_WEIGHTS)
         inputs = {name: value for name, value in inputs.items() if name not in PRIVATE_KEYS}
         inputs = self._separate_documents(inputs)
         loss = self._token_loss()
         calls = loss.calls
         # nn.DataParallel cuts the batch in the model's forward, where the loss's own labels would not be cut with it.
-        with loss.watch(unmasked if self.args.n_gpu <= 1 else None):
+        with loss.watch(unmasked if self.args.n_gpu <= 1 else None, weights):
             result = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
@@ -343,26 +263,68 @@ class GoldfishMixin(RecordingMixin):
         shifted = batch.get("shift_labels")
         unmasked = labels if shifted is None else shifted
         targets = ((labels[:, 1:] if shifted is None else shifted) != IGNORE_INDEX).sum()
-        if not self.args.goldfish:
-            self.count_labels({"strategy": "none"}, targets, torch.zeros_like(targets))
-            return {**batch, UNMASKED_LABELS: unmasked}
-        args, document_ids = self.args, None
-        if not args.goldfish_as_reference:
-            document_ids = find_document_ids(input_ids, **document_fields(batch))
-        mask = make_mask(
-            args,
+        seen = TrainingBatch(
             input_ids,
             labels,
-            document_ids,
-            table=self._table,
+            find_document_ids(input_ids, **document_fields(batch)),
+            self._sample_ids(micro_batch, len(input_ids)),
             step=self.state.global_step,
-            sample_ids=self._sample_ids(micro_batch, len(input_ids)),
+            progress=self.state.global_step / max(self.state.max_steps, 1),
         )
-        self.count_labels(loss_settings(args), targets, mask.sum())
-        if args.goldfish_strategy in HASHES:
-            counts = torch.stack(count_unprotected(labels, document_ids, context_width=args.goldfish_context_width))
+        dropped, weights = weigh(self.loss_strategy, seen, lambda source: self._statistics(source, batch))
+        self.count_labels(self.loss_strategy.settings(), targets, dropped[:, 1:].sum())
+        if (documents := self.loss_strategy.count_unprotected(seen)) is not None:
+            counts = torch.stack(documents)
             self._documents = counts if self._documents is None else self._documents + counts
-        return {**drop_labels(batch, mask), UNMASKED_LABELS: unmasked}
+        masked = {**drop_labels(batch, dropped), UNMASKED_LABELS: unmasked}
+        if self.loss_strategy.denominator == "weights" and weights is None:
+            weights = torch.ones_like(labels, dtype=widest_float(labels.device))
+        if weights is not None:
+            self._check_weights()
+            # Alike on every grid, they would not be if they were rounded.
+            weights = weights.detach().to(labels.device, widest_float(labels.device))
+            masked[LOSS_WEIGHTS] = weights if shifted is None else F.pad(weights[:, 1:], (0, 1))
+        return masked
+
+    def _check_weights(self) -> None:
+        """Refuse weights where the loss has none. Subclasses that compute the loss by themselves raise here."""
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"{type(self.loss_strategy).__name__} gives labels weights, which nn.DataParallel does not divide "
+                f"among {self.args.n_gpu} GPUs of one process: start a process for each (accelerate launch)."
+            )
+
+    def _statistics(self, source: Source, batch: dict[str, Any]) -> TokenStatistics:
+        """Return what a source says of the labels of a batch."""
+        model = self.model if source == "model" else self._sources[source]
+        assert isinstance(model, nn.Module)
+        inputs = {name: value for name, value in batch.items() if name not in (*PRIVATE_KEYS, "shift_labels")}
+        inputs = self._prepare_inputs(self._separate_documents(inputs))
+        with self.accelerator.autocast():
+            found = token_statistics(model, install_causal_lm_loss(_without_wrappers(self.accelerator, model)), inputs)
+        device = batch["labels"].device
+        return TokenStatistics(found.log_probs.to(device), found.entropy.to(device))
+
+    def _freeze(self, model: nn.Module | None) -> nn.Module | None:
+        """Make the frozen model of a strategy ready.
+
+        Raises:
+            ValueError: there is none and the strategy reads one, or the other way round, or it is the trained one.
+        """
+        name, reads = type(self.loss_strategy).__name__, "frozen" in self.loss_strategy.sources
+        if (model is not None) != reads:
+            what = "reads a frozen model, but none is given" if reads else "reads no frozen model, but one is given"
+            raise ValueError(f"{name} {what}: {'pass' if reads else 'omit'} frozen_model=... .")
+        if model is None:
+            return None
+        if model is self.model:
+            raise ValueError(f"the frozen_model of {name} is the model that is trained: load it a second time.")
+        plugin = getattr(self.accelerator, "axonn_plugin", None)
+        if plugin is not None and plugin.grid.size > 1:
+            shard_plain_model(model, plugin, self.args.device)
+        else:
+            model.to(self.args.device)
+        return model.requires_grad_(False)
 
     def _separate_documents(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the batch with documents that do not see each other; over a grid the forward pass separates them."""
@@ -376,7 +338,7 @@ class GoldfishMixin(RecordingMixin):
         if axonn is None:
             rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         else:
-            rank, ranks = axonn.grid_mesh.index("data", "rows"), axonn.grid.dp_size
+            rank, ranks = axonn.mesh.index("data", "rows"), axonn.grid.dp_size
         first = (micro_batch * ranks + rank) * max(self.args.train_batch_size, rows)
         return torch.arange(first, first + rows)
 
@@ -417,9 +379,7 @@ class GoldfishMixin(RecordingMixin):
 
     def _base_model(self) -> nn.Module:
         """Return the model without DDP, torch.compile or PEFT around it."""
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-        return base
+        return _without_wrappers(self.accelerator, self.model)
 
     def _token_loss(self) -> CausalLMLoss:
         """Return the model's loss, installed if it is missing: `model_init` makes a new model in each `train`."""
@@ -437,6 +397,12 @@ class GoldfishTrainer(GoldfishMixin, Trainer):
         super().__init__(*args, **kwargs)
         if type(self.data_collator) is DataCollatorWithPadding:
             self.data_collator = DataCollatorForSeq2Seq(self.data_collator.tokenizer)
+
+
+def _without_wrappers(accelerator: Any, model: nn.Module) -> nn.Module:
+    model = accelerator.unwrap_model(model, keep_torch_compile=False)
+    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base
 
 
 # Also without a launch file: a sharded checkpoint resumes on one process, too.

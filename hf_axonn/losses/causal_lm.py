@@ -6,7 +6,7 @@ takes the place of Transformers' own function, returns the same number and can b
 
 Two methods do the work and are what a subclass for sharded logits replaces:
 
-    weighted_nll(logits, targets, weights) -> sum over kept tokens, nll of every token
+    weighted_nll(logits, targets, weights) -> sum over kept tokens (or weighted sum), nll of every token
     normalize(sum, kept_count, num_items_in_batch) -> the loss
 
 Who computes a loss of their own from log-probabilities (TRL: trainer/trl.py) asks for logits and labels instead
@@ -15,9 +15,10 @@ Who computes a loss of their own from log-probabilities (TRL: trainer/trl.py) as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +47,12 @@ class LossRecord:
         Args:
             nll: [T] negative log-likelihoods in nats, 0 where ignored.
             targets: [T], IGNORE_INDEX where ignored.
-            weights: [T], 1 for a kept token, 0 for others.
+            weights: [T], not 0 for a kept token; how much it counts is not recorded.
         """
         wide = widest_float(nll.device)
-        nll, weights = nll.detach().to(wide), weights.to(nll.device, wide)
+        nll, kept = nll.detach().to(wide), (weights != 0).to(nll.device, wide)
         counted = (targets.to(nll.device) != IGNORE_INDEX).to(wide)
-        sums = torch.stack([nll.sum(), counted.sum(), (nll * weights).sum(), (counted * weights).sum()])
+        sums = torch.stack([nll.sum(), counted.sum(), (nll * kept).sum(), (counted * kept).sum()])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def pop(self) -> dict[str, float]:
@@ -91,13 +92,15 @@ class Targets:
 
     Args:
         tokens: [B * S] int64, IGNORE_INDEX where ignored, goldfish's dropped ones not.
-        weights: [B * S], 1 for a kept token, 0 for others.
+        weights: [B * S] bool, True for a kept token; or floats, how much each token counts, 0 where ignored.
+        kept_count: 0-d, how many tokens are kept, whatever their weights.
         rows: B.
         recorded: whether they are those of a training run whose losses are recorded.
     """
 
     tokens: Tensor
     weights: Tensor
+    kept_count: Tensor
     rows: int
     recorded: bool
 
@@ -113,9 +116,11 @@ class CausalLMLoss:
         self.record = LossRecord()
         self.calls = 0
         self._unmasked: Tensor | None = None
+        self._weights: Tensor | None = None
         self._captured: list[Tensor] | None = None
         self._sample_lengths: Tensor | None = None
-        self._handed: list[Tensor] | None = None
+        self._handed: list[Any] | None = None
+        self._read: Callable[[Tensor], Any] | None = None
         self._alone = False
 
     def __call__(
@@ -147,12 +152,12 @@ class CausalLMLoss:
             0-d loss in nats a token.
         """
         if self._handed is not None:
-            self._handed.append(logits)
+            self._handed.append(logits if self._read is None else self._read(logits))
             return torch.zeros((), device=logits.device)
         targets = self.targets(labels, shift_labels, unmasked_labels=unmasked_labels, ignore_index=ignore_index)
         weighted_sum, nll = self.weighted_nll(logits, targets.tokens, targets.weights)
         self.note(nll, targets)
-        return self.normalize(weighted_sum, targets.weights.sum(), num_items_in_batch)
+        return self.normalize(weighted_sum, targets.kept_count, num_items_in_batch)
 
     def targets(
         self,
@@ -176,8 +181,11 @@ class CausalLMLoss:
                 f"unmasked_labels have shape {tuple(targets.shape)} but labels {tuple(kept.shape)}: "
                 "they must be the same."
             )
-        weights = (kept.reshape(-1) != IGNORE_INDEX).to(torch.float32)
-        return Targets(targets.reshape(-1), weights, len(kept), unmasked is not None)
+        weights = is_kept = kept.reshape(-1) != IGNORE_INDEX
+        if self._weights is not None:
+            given = self._weights if shifted else F.pad(self._weights, (0, 1))[:, 1:]
+            weights = torch.where(is_kept, given.reshape(-1), 0)
+        return Targets(targets.reshape(-1), weights, is_kept.sum(), len(kept), unmasked is not None)
 
     def note(self, nll: Tensor, targets: Targets, *more: Tensor) -> None:
         """Take note of what the tokens of a batch cost: once for each forward pass with labels.
@@ -192,7 +200,7 @@ class CausalLMLoss:
             self.record.add(nll, targets=targets.tokens, weights=targets.weights)
         if self._captured is None:
             return
-        counts = targets.weights.to(nll.device, nll.dtype)
+        counts = (targets.weights != 0).to(nll.device, nll.dtype)
         columns = torch.stack(
             [nll.detach() * counts, counts, *(other.detach().to(nll) * counts for other in more)], dim=1
         )
@@ -205,23 +213,27 @@ class CausalLMLoss:
         self._captured.append(sums.index_add_(0, sample, columns[: len(sample)]))
 
     def weighted_nll(self, logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum the losses of the kept tokens, and say what every token costs. No communication.
+        """Sum the losses of the kept tokens, or of all by their weights, and say what every token costs.
+
+        No communication.
 
         Args:
             logits: [B, S, V] or [T, V].
             targets: [T] int64, IGNORE_INDEX where ignored.
-            weights: [T], 1 for a kept token, 0 for others.
+            weights: [T] as in `Targets`: bool, or floats, which have no gradient.
         Returns:
-            (0-d sum over kept tokens, differentiable; [T] nll without gradient, 0 where ignored).
+            (0-d weighted sum, differentiable; [T] nll without gradient and without weights, 0 where ignored).
         """
         logits = logits.reshape(-1, logits.shape[-1])
         targets, weights = targets.to(logits.device), weights.to(logits.device)
         # One softmax serves both, and the two halves of F.cross_entropy apart round exactly as the whole does.
         log_probs = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-        kept = targets.masked_fill(weights == 0, IGNORE_INDEX)
-        weighted_sum = F.nll_loss(log_probs, kept, ignore_index=IGNORE_INDEX, reduction="sum")
-        nll = F.nll_loss(log_probs.detach(), targets, ignore_index=IGNORE_INDEX, reduction="none")
-        return weighted_sum, nll
+        if weights.dtype == torch.bool:
+            kept = targets.masked_fill(~weights, IGNORE_INDEX)
+            weighted_sum = F.nll_loss(log_probs, kept, ignore_index=IGNORE_INDEX, reduction="sum")
+            return weighted_sum, F.nll_loss(log_probs.detach(), targets, ignore_index=IGNORE_INDEX, reduction="none")
+        nll = F.nll_loss(log_probs, targets, ignore_index=IGNORE_INDEX, reduction="none")
+        return (nll * weights.to(nll.dtype)).sum(), nll.detach()
 
     def normalize(self, weighted_sum: Tensor, kept_count: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Divide a sum over kept tokens by how many there are: in the whole step if that is known, else in this batch.
@@ -237,26 +249,35 @@ class CausalLMLoss:
         return weighted_sum / count.to(weighted_sum.device).clamp(min=1)
 
     @contextmanager
-    def watch(self, unmasked_labels: Tensor | None) -> Iterator[None]:
-        """Use these as `unmasked_labels` for the calls inside: they need not pass through the model's forward."""
-        self._unmasked = unmasked_labels
+    def watch(self, unmasked_labels: Tensor | None, weights: Tensor | None = None) -> Iterator[None]:
+        """Use these as `unmasked_labels` for the calls inside: they need not pass through the model's forward.
+
+        Args:
+            unmasked_labels: [B, S].
+            weights: [B, S] how much each label counts, shifted as the labels are. None: each that is kept counts 1.
+        """
+        self._unmasked, self._weights = unmasked_labels, weights
         try:
             yield
         finally:
-            self._unmasked = None
+            self._unmasked = self._weights = None
 
     @contextmanager
     def watch_rows(self, start: int, stop: int) -> Iterator[None]:
         """Within `watch`, calls inside are given these rows of the batch; rows beyond its last one count nothing."""
-        whole = self._unmasked
-        if whole is not None:
-            part = whole[start:stop]
-            missing = stop - start - len(part)
-            self._unmasked = torch.cat([part, part.new_full((missing, *part.shape[1:]), IGNORE_INDEX)])
+        whole = self._unmasked, self._weights
+
+        def part(value: Tensor | None, fill: int) -> Tensor | None:
+            if value is None:
+                return None
+            rows = value[start:stop]
+            return torch.cat([rows, rows.new_full((stop - start - len(rows), *rows.shape[1:]), fill)])
+
+        self._unmasked, self._weights = part(whole[0], IGNORE_INDEX), part(whole[1], 0)
         try:
             yield
         finally:
-            self._unmasked = whole
+            self._unmasked, self._weights = whole
 
     @contextmanager
     def capture(self, sample_lengths: Tensor | None = None) -> Iterator[list[Tensor]]:
@@ -273,13 +294,18 @@ class CausalLMLoss:
             self._captured = self._sample_lengths = None
 
     @contextmanager
-    def hand_over(self) -> Iterator[list[Tensor]]:
-        """Let calls inside compute nothing: the logits of each are put into the list, and the loss is 0."""
-        self._handed = handed = []
+    def hand_over(self, read: Callable[[Tensor], Any] | None = None) -> Iterator[list[Any]]:
+        """Let calls inside compute nothing: the logits of each are put into the list, and the loss is 0.
+
+        Args:
+            read: makes of logits what is put into the list instead, while the forward pass is under way.
+        """
+        handed: list[Any] = []
+        self._handed, self._read = handed, read
         try:
             yield handed
         finally:
-            self._handed = None
+            self._handed = self._read = None
 
     @contextmanager
     def alone(self) -> Iterator[None]:

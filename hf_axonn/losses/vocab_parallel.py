@@ -152,7 +152,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
         """The smoothed sum of full logits [B, S, V], whose ordinary sum over kept tokens is `total`."""
         logits = logits.reshape(len(weights), -1)
         log_probs = log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-        spread = -(log_probs.mean(dim=-1) * weights.to(logits.device)).sum()
+        spread = -(log_probs.mean(dim=-1) * weights.to(logits.device, log_probs.dtype)).sum()
         return (1 - self._smoothing) * total + self._smoothing * spread
 
     def normalize(self, weighted_sum: Tensor, kept_count: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
@@ -177,7 +177,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     Global: hidden [T, H], weight [V, H]. Local: hidden [T/(x*y), H], weight's z shard. Returns (sum, nll [T]).
     What adapters add to the logits is low [T/(x*y), R] @ up [V/(x*y), R].T, both None without them.
-    `weights` are as `chunks.targets`, 1 for a kept token; `count` is T; `smoothing` is e / V, `size` is V.
+    `weights` are as `chunks.targets`, bool or floats as in `Targets`; `count` is T; `smoothing` is e / V, `size` is V.
     Collectives, for each chunk: all-gather of tokens, all-reduce of max, all-reduce of sum-exp and target logit (and
     with smoothing the sum of logits), reduce-scatter of dh, all over (x, y); all-gather of the weight over z;
     backward: reduce-scatter of dW over z.
@@ -227,7 +227,7 @@ class _ChunkedLoss(torch.autograd.Function):
         cost = nll
         if smoothing:
             cost = nll * (1 - smoothing * size) + torch.cat(spreads, dim=1).flatten()[:count] * smoothing
-        total = (cost * weights.flatten()[:count]).sum()
+        total = (cost * weights.flatten()[:count].to(cost.dtype)).sum()
         ctx.gradients = (gradients, dlow, dup)
         ctx.mark_non_differentiable(nll)
         return total, nll

@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 Batch = dict[str, Any]
 
 # Padding of keys with a value for each token.
-PADS = {"attention_mask": 0, "position_ids": 0, "seq_idx": -1, "token_type_ids": 0}
+PADS = {"attention_mask": 0, "position_ids": 0, "seq_idx": -1, "token_type_ids": 0, "loss_weights": 0}
 
 
 def get_batch_samples(self, original: Callable, *args, **kwargs):

@@ -57,8 +57,12 @@ def training_options(output: Path, grid: Grid | None, *, goldfish: bool = False,
     return options | changes
 
 
-def make_trainer(output: Path, grid: Grid | None, *, kind: str = "qwen3", stock: bool = False, model=None, **changes):
-    """A trainer whose global batch is 8 rows in two micro-batches, on one process (grid None) or on a grid."""
+def make_trainer(
+    output: Path, grid: Grid | None, *, kind: str = "qwen3", stock: bool = False, model=None, given=None, **changes
+):
+    """A trainer whose global batch is 8 rows in two micro-batches, on one process (grid None) or on a grid.
+
+    `given` are further arguments of the trainer."""
     often = dict(max_steps=6, save_steps=3, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=3)
     options = training_options(output, grid, goldfish=not stock, **often | changes)
     trainer_class, config = (Trainer, TrainingArguments) if stock else (GoldfishTrainer, GoldfishConfig)
@@ -68,6 +72,7 @@ def make_trainer(output: Path, grid: Grid | None, *, kind: str = "qwen3", stock:
         train_dataset=token_data(64, seed=0),
         eval_dataset=token_data(7, seed=1),
         data_collator=collate,
+        **(given or {}),
     )
 
 

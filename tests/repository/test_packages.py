@@ -81,8 +81,8 @@ def test_classes_that_training_args_bin_names_stay_where_they_are():
     assert named == {
         ("hf_axonn.config", "AxonnConfig"),
         ("hf_axonn.config", "Overlap"),
+        ("hf_axonn.goldfish.config", "GoldfishConfig"),
         ("hf_axonn.goldfish.sft", "GoldfishSFTConfig"),
-        ("hf_axonn.goldfish.trainer", "GoldfishConfig"),
         ("hf_axonn.plugin", "AxonnPlugin"),
         ("hf_axonn.topology.grid", "Grid"),
     }

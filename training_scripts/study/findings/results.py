@@ -184,7 +184,7 @@ class Study:
 def goldfish_options(recipe: Recipe, loss: str) -> dict[str, Any]:
     """Return `strategy`, `k` and `context_width` of a loss; nothing where it leaves out no token."""
     settings = {field.name: field.default for field in fields(GoldfishConfig)} | recipe.losses[loss]
-    if not settings["goldfish"]:
+    if not settings["goldfish"] or settings["loss_strategy"] != "goldfish":
         return {}
     return {name: settings[f"goldfish_{name}"] for name in ("strategy", "k", "context_width")}
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_axonn import GoldfishConfig
-from hf_axonn_scripts.study.findings.results import read_json
+from hf_axonn_scripts.study.findings.results import goldfish_options, read_json
 from hf_axonn_scripts.study.recipe.definition import Recipe
 
 
@@ -44,8 +43,7 @@ def tokens_for_same_loss(recipe: Recipe, output: Path) -> dict[str, dict[str, An
     found: dict[str, dict[str, Any]] = {}
     each = recipe.base_batch_sequences
     for name, loss in recipe.base_losses:
-        options = recipe.losses[loss]
-        k = options.get("goldfish_k", GoldfishConfig.goldfish_k) if options.get("goldfish", True) else None
+        k = goldfish_options(recipe, loss).get("k")
         entry: dict[str, Any] = {"k": k, "predicted": k / (k - 1) if k else None}
         try:
             ordinary, other = (

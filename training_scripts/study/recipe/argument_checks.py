@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from transformers import LlamaConfig
 
 from hf_axonn import GoldfishConfig
+from hf_axonn.goldfish.config import LOSSES
 from hf_axonn_scripts.study.recipe.definition import Recipe
 from hf_axonn_scripts.study.recipe.marked_yaml import Marked, check_keys, convert
 
@@ -41,7 +42,7 @@ def check_arguments(recipe: Recipe, marked: Marked) -> None:
             why = (DECIDED if name == "base_training" else DECIDED_IN_RUNS).get(key)
             if why is not None:
                 raise place.at(key).error(f"{name}.{key} is not a setting of a recipe: {why}.")
-            if key.startswith("goldfish"):
+            if is_of_loss(key):
                 raise place.at(key).error(f"{name}.{key} is of a loss: write it under losses.")
         _check_built(arguments, place)
     for name, loss in recipe.losses.items():
@@ -49,6 +50,11 @@ def check_arguments(recipe: Recipe, marked: Marked) -> None:
     for model in recipe.models:
         if model.config is not None:
             _check_config(model.config, marked.at("models", model.name, "config"))
+
+
+def is_of_loss(key: str) -> bool:
+    """Return whether an argument of `GoldfishConfig` is one of the loss, which stands under `losses`."""
+    return key.startswith(("goldfish", "loss_strategy", *(f"{rival}_" for rival in LOSSES)))
 
 
 def _check_built(arguments: Mapping[str, Any], place: Marked) -> None:

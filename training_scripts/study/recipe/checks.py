@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_axonn import Grid
 from hf_axonn_eval import PROTOCOLS, Sampler
-from hf_axonn_scripts.study.recipe.argument_checks import check_arguments
+from hf_axonn_scripts.study.recipe.argument_checks import check_arguments, is_of_loss
 from hf_axonn_scripts.study.recipe.definition import MACHINE, ORDINARY, Model, Recipe, Run
 from hf_axonn_scripts.study.recipe.marked_yaml import Marked, named_numbers, suggest
 from hf_axonn_scripts.study.recipe.planning import load_machine, predict_step, shape_of
@@ -262,7 +262,7 @@ def _check_losses(recipe: Recipe, marked: Marked) -> None:
             f"losses.ordinary is {ordinary}, but it is the loss without goldfish: write {{goldfish: false}}."
         )
     for name, loss in recipe.losses.items():
-        wrong = [key for key in loss if not key.startswith("goldfish")]
+        wrong = [key for key in loss if not is_of_loss(key)]
         if wrong:
             raise place.at(name, wrong[0]).error(
                 f"losses.{name}.{wrong[0]} is no argument of the loss: write what all runs share under training."

@@ -142,7 +142,7 @@ class Recipe:
             config.
         base_training, training: arguments of `GoldfishConfig`, of the base and of the continuations.
         warm_up_sequences: rows of base text that each continuation trains on before the first passage (SC24).
-        losses: name -> arguments of `GoldfishConfig` that begin with goldfish; `ordinary` is among them.
+        losses: name -> arguments of `GoldfishConfig` that are of the loss; `ordinary` is among them.
         runs: every continuation.
         base_losses: (model, loss) of base trainings with another loss than the ordinary: they show its cost.
         deviations: sentences on differences from the publication that the study follows.

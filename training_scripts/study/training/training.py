@@ -258,6 +258,7 @@ def train(
     arguments.eval_on_start = not resume
     model = make_model()
     clock.lap("load")
+    rival = arguments.make_rival()
     trainer = GoldfishTrainer(
         model=model,
         args=arguments,
@@ -266,6 +267,7 @@ def train(
         data_collator=collate,
         processing_class=tokenizer,
         callbacks=[SaveByTime(work_split)],
+        frozen_model=make_model() if rival is not None and "frozen" in rival.sources else None,
     )
     trainer.train(resume_from_checkpoint=True if resume else None)
     clock.lap("train")
