@@ -293,7 +293,7 @@ class Save:
         awaited = set(ranks)
         pause, end = 0.005, None
         while awaited:
-            awaited -= self._reported(ending)
+            awaited -= self._list_reports(ending)
             if self._cancelled.is_set() and awaited:
                 return False
             if awaited and not self.stage.is_dir():
@@ -309,7 +309,7 @@ class Save:
             pause = min(2 * pause, LONGEST_POLL)
         return True
 
-    def _reported(self, ending: str) -> set[int]:
+    def _list_reports(self, ending: str) -> set[int]:
         """Return the ranks that have written a report with this ending, by one listing of their folder."""
         try:
             return {int(name[:5]) for name in os.listdir(self.stage / PARTS) if name.endswith(ending)}

@@ -51,7 +51,7 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
 
     mesh = _mesh_of(model)
     with contextlib.ExitStack() as stack:
-        stored = _stored(directory, stack)
+        stored = _read_weights(directory, stack)
         if isinstance(model, PreTrainedModel):
             missing = fill(model, stored, lambda parameter: _slices(parameter, mesh))
             missing -= set(getattr(model, "all_tied_weights_keys", {}))
@@ -63,7 +63,7 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
         )
 
 
-def _stored(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+def _read_weights(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Return slices of the weights in a directory by name; files stay open until the stack ends."""
     if (folder := find_torch_folder(directory)) is not None:
         return dict(read_torch_folder(folder, MODEL)[0])

@@ -31,4 +31,4 @@ def refuse_saves_by_threads_on_default_group() -> None:
             )
         return stock(executor, *args, **options)
 
-    Executor.execute_save = execute_save
+    setattr(Executor, "execute_save", execute_save)  # noqa: B010

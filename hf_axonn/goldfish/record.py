@@ -209,8 +209,8 @@ def describe_loss(part: Mapping[str, Any]) -> str:
         return {"none": "ordinary loss", UNKNOWN: UNKNOWN}[part["strategy"]]
     if part.get("k") is None:  # not of goldfish
         about = {name: value for name, value in part.items() if name not in (*_COUNTS, "strategy", "data", "started")}
-        settings = ", ".join(f"{name}={value}" for name, value in about.items())
-        return f"{part['strategy']} ({settings})" if settings else str(part["strategy"])
+        words = ", ".join(f"{name}={value}" for name, value in about.items())
+        return f"{part['strategy']} ({words})" if words else str(part["strategy"])
     about = {"k": part.get("k"), "h": part.get("context_width"), "s": part.get("start_position")}
     about |= {"seed": part.get("seed"), "table": (part.get("table_sha256") or "")[:12] or None}
     settings = [f"{name}={value}" for name, value in about.items() if value is not None]

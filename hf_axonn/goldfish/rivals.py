@@ -196,4 +196,5 @@ def _count_in_document(tokens: Tensor, document_ids: Tensor | None) -> Tensor:
     numbers = torch.zeros_like(tokens) if document_ids is None else document_ids.expand_as(tokens)
     keys = torch.stack([rows, numbers, tokens], dim=-1).view(-1, 3)
     _, place, counts = keys.unique(dim=0, return_inverse=True, return_counts=True)
-    return counts[place].view_as(tokens)
+    found: Tensor = counts[place].view_as(tokens)
+    return found

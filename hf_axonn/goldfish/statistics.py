@@ -1,4 +1,4 @@
-"""What a model says of the labels of a batch, by a forward pass beside training."""
+"""Statistics of the labels of a batch that a model gives, by a forward pass beside training."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """What a model says of each label, where the label is; 0 where none is predicted.
+    """Statistics of each label that a model gives, at the place of the label; 0 where none is predicted.
 
     Args:
         log_probs: [B, S] of the label, in nats.

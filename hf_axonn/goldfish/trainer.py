@@ -338,7 +338,7 @@ class GoldfishMixin(RecordingMixin):
         if axonn is None:
             rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         else:
-            rank, ranks = axonn.mesh.index("data", "rows"), axonn.grid.dp_size
+            rank, ranks = axonn.grid_mesh.index("data", "rows"), axonn.grid.dp_size
         first = (micro_batch * ranks + rank) * max(self.args.train_batch_size, rows)
         return torch.arange(first, first + rows)
 
@@ -399,7 +399,7 @@ class GoldfishTrainer(GoldfishMixin, Trainer):
             self.data_collator = DataCollatorForSeq2Seq(self.data_collator.tokenizer)
 
 
-def _without_wrappers(accelerator: Any, model: nn.Module) -> nn.Module:
+def _without_wrappers(accelerator: Any, model: Any) -> nn.Module:
     model = accelerator.unwrap_model(model, keep_torch_compile=False)
     base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return base

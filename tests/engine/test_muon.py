@@ -136,7 +136,7 @@ def _same_bits() -> None:
             torch.manual_seed(step)
             parameter.grad = torch.randn_like(parameter)
             own.grad = DTensor.from_local(
-                parameter.grad[muon.local_slices(own.shape, own.placements, sharded.axonn.mesh)],
+                parameter.grad[muon.local_slices(own.shape, own.placements, sharded.axonn.grid_mesh)],
                 own.device_mesh,
                 own.placements,
                 run_check=False,
@@ -146,7 +146,8 @@ def _same_bits() -> None:
         for optimizer in optimizers:
             optimizer.step()
     for parameter, own in zip(whole.parameters(), sharded.parameters(), strict=True):
-        assert torch.equal(local(own), parameter[muon.local_slices(own.shape, own.placements, sharded.axonn.mesh)])
+        at = muon.local_slices(own.shape, own.placements, sharded.axonn.grid_mesh)
+        assert torch.equal(local(own), parameter[at])
 
 
 @pytest.mark.slow
