@@ -24,7 +24,19 @@ from hf_axonn_eval.metrics.registry import METRICS, value
 UNKNOWN = "unknown"  # begins the fingerprint of a model whose weights cannot be read
 # texts that this package and its libraries choose, and the numbers in them
 _WORDS = {"access", "architecture", "attn_implementation", "batch_size", "decoding", "dtype", "float32_matmul", "grid"}
-_WORDS |= {"format", "near_copies", "revision", "sampler", "saved", "scores", "started", "strategy", "weights", "why"}
+_WORDS |= {
+    "format",
+    "near_copies",
+    "recite",
+    "revision",
+    "sampler",
+    "saved",
+    "scores",
+    "started",
+    "strategy",
+    "weights",
+    "why",
+}
 _PATHS = {"base", "model", "file", "path", "tokenizer"}
 _DIGESTS = {"fingerprint", "model_fingerprint", "base_fingerprint", "tokenizer_sha256", "table_sha256", "commit"}
 _OPEN = {"versions", "device", "protocol", "deviations"}  # all texts in these are published ones

@@ -126,6 +126,9 @@ def _check_answers(
     if identity.get("sampler") != (sampler.text if sampler is not None else None):
         finding = f"the sampler of run {run!r} is {identity.get('sampler')!r}, but its settings {settings!r}"
         return [Check("answers", "contradicts", finding)]
+    if identity.get("recite"):
+        finding = f"run {run!r} recites documents ({identity['recite']}), which is not done again"
+        return [Check("answers", "unchecked", finding, "the same extract command")]
     drawn = WorkSplit.for_model(None).on_rank_zero(
         lambda: secrets.SystemRandom().sample(sorted(places), min(again.most, len(places)))
     )

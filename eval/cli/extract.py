@@ -50,11 +50,9 @@ def add(commands) -> None:
     near = "also a lower bound of the chance of near copies, by a search: edits=5,beams=20"
     add("--near_copies", metavar="SETTINGS", help=near)
     add("--membership", action="store_true", help="also membership scores: loss, zlib, Min-K%%, Min-K%%++")
-    add(
-        "--proxy",
-        reads="model",
-        help="also ask this small model, to tell what anyone would guess from what is memorized",
-    )
+    written = "write the suffix from the model's own text, and score nothing: step=50,context=3000,beams=8"
+    add("--recite", metavar="SETTINGS", help=written)
+    add("--proxy", reads="model", help="also ask this small model: what it gives back too is predictable")
     add("--confidence")
 
 
@@ -147,7 +145,7 @@ def _announce(
     buckets = ", ".join(f"{count:,} of bucket {bucket}" for bucket, count in (about.get("buckets") or {}).items())
     protocol = (about.get("protocol") or {}).get("name")
     metrics = ["exact match"]
-    metrics += [] if options.stop_early else ["probability of the suffix"]
+    metrics += [] if options.stop_early or options.recite is not None else ["probability of the suffix"]
     metrics += ["ROUGE and edit distance (by decoding)"] if options.generate else []
     metrics += [f"probability of a draw ({options.sampler.text})"] if options.sampler is not None else []
     metrics += ["likelihood of the guesses"] if options.guesses else []
@@ -159,6 +157,12 @@ def _announce(
         f"{len(first.prefix)} + {len(first.suffix)} tokens{f'; protocol {protocol}' if protocol else ''}"
     )
     say(f"measures   {', '.join(metrics)}")
+    if options.recite is not None:
+        cost = options.recite.cost([(len(sample.prefix), len(sample.suffix)) for sample in samples])
+        say(
+            f"recites    {cost.written:,} tokens in {cost.steps:,} steps ({options.recite.text}), for which "
+            f"{cost.read:,} tokens are read"
+        )
     say(f"settings   dtype {arguments.dtype}, batch size {arguments.batch_size}")
     say(f"output     {arguments.output}{f', where {there:,} of {len(samples):,} samples are done' if there else ''}")
 
@@ -222,7 +226,7 @@ def _options(arguments: argparse.Namespace, about: Mapping[str, Any]) -> Options
 
     defaults = about.get("extract") or {}
     sampler = defaults.get("sampler") if arguments.sampler is None else _sampler(arguments.sampler)
-    if arguments.stop_early and arguments.sampler is None:
+    if (arguments.stop_early or arguments.recite is not None) and arguments.sampler is None:
         sampler = None
     if arguments.generation or arguments.no_generation:
         generate = arguments.generation
@@ -236,6 +240,7 @@ def _options(arguments: argparse.Namespace, about: Mapping[str, Any]) -> Options
         guesses=arguments.guesses or (defaults.get("guesses") is True and generate),
         stop_early=arguments.stop_early,
         sampler=Sampler(**sampler) if sampler is not None else None,
+        recite=_recital(arguments.recite) if arguments.recite is not None else None,
         near_copies=_near_copies(arguments.near_copies) if arguments.near_copies is not None else None,
         membership=arguments.membership,
         protocol=about.get("protocol"),
@@ -249,6 +254,13 @@ def _near_copies(text: str) -> Any:
 
     kinds = {"edits": from_zero, "beams": from_zero}
     return NearCopySearch(**read_settings("--near_copies", text, kinds, "edits=5,beams=20"))
+
+
+def _recital(text: str) -> Any:
+    from hf_axonn_eval.extraction.recite import Recital
+
+    kinds = dict.fromkeys(("step", "context", "beams"), from_zero)
+    return Recital(**read_settings("--recite", text, kinds, "step=50,context=3000,beams=8"))
 
 
 def _sampler(text: str) -> dict[str, Any] | None:

@@ -40,7 +40,7 @@ def add(commands) -> None:
     add("--stride", type=at_least_one, help="sliding: from one window to the next (default 10)")
     add("--stride_unit", choices=STRIDE_UNITS, help="sliding: what the stride counts (default tokens)")
     add("--slice_characters", type=at_least_one, help="sliding over characters: tokenize exactly so many")
-    add("--append_eos", action=flag, help="rest: the suffix ends with the tokenizer's EOS")
+    add("--append_eos", action=flag, help="rest, sentence: the suffix ends with the tokenizer's EOS")
     add("--min_document_tokens", type=int, help="leave out shorter documents")
     add("--max_document_tokens", type=int, help="leave out longer documents")
     add("--max_documents", type=at_least_one, help="at most so many documents of each bucket")

@@ -16,6 +16,7 @@ from typing import Any
 from hf_axonn.compat.messages import get_logger
 from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.samples import Sample
+from hf_axonn_eval.data.sentences import first_sentence
 from hf_axonn_eval.data.windows import Sampling
 
 
@@ -161,9 +162,15 @@ def iter_samples(
         if sampling.max_document_tokens is not None and len(tokens) > sampling.max_document_tokens:
             tally.long += 1
             continue
+        seed = _seed(document_id, tokens, tokenizer) if sampling.kind == "sentence" else 0
+        if seed == len(tokens) and not eos:  # one sentence, after which nothing comes
+            tally.short += 1
+            continue
         tally.used[bucket] += 1
         tokens = [*tokens, *eos]
-        if spans is None:
+        if seed:
+            windows: Iterable[tuple[str, int, list[int], int]] = [("0", 0, tokens, seed)]
+        elif spans is None:
             windows = (
                 (window.name, window.offset, tokens[window.offset : window.end], window.middle - window.offset)
                 for window in sampling.windows(len(tokens), bucket)
@@ -285,6 +292,12 @@ def _special_tokens(sampling: Sampling, tokenizer) -> tuple[list[int], list[int]
                 f"{setting} needs the tokenizer to have a {name} token; {tokenizer.name_or_path!r} has none."
             )
     return bos, eos
+
+
+def _seed(document_id: str, tokens: list[int], tokenizer) -> int:
+    if tokenizer is None:
+        raise ValueError(f"the first sentence of document {document_id!r} needs a tokenizer; give tokenizer=....")
+    return first_sentence(tokens, tokenizer)
 
 
 def _with_bos(ids: list[int], tokenizer, sampling: Sampling) -> list[int]:

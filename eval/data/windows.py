@@ -5,6 +5,7 @@ sliding   |--prefix--|--suffix--|        from every stride-th token, or characte
 first     |---------prefix---------|--suffix--|      of the first max_tokens tokens the last ones are the suffix
 last                 the same of the last max_tokens tokens
 rest      |--prefix--|-----------suffix----------|   the first tokens, and all that follow them
+sentence             the same, of the first sentence and all that follows it
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ KINDS = {
     "first": ("suffix_length", "max_tokens"),
     "last": ("suffix_length", "max_tokens"),
     "rest": ("prefix_length", "append_eos"),
+    "sentence": ("append_eos",),
 }
 FILTERS = (
     "min_document_tokens",
@@ -51,7 +53,7 @@ class Sampling:
     """Choice of the windows of a document that become samples; all lengths in tokens.
 
     Args:
-        kind: "offsets", "sliding", "first", "last" or "rest"; see the picture above.
+        kind: "offsets", "sliding", "first", "last", "rest" or "sentence"; see the picture above.
         prefix_length: tokens shown; for "offsets" and "rest" one number or several.
         suffix_length: tokens asked for; for "offsets" one number or several.
         offset: where the prefix begins, one number or several.
@@ -66,7 +68,7 @@ class Sampling:
         stride_unit: "tokens"; or "characters": the text is tokenized anew from every stride-th character on.
         slice_characters: with a stride in characters, the number that is tokenized; a window that they do not fill is
             excluded. None: as many as the window needs.
-        append_eos: for "rest", the tokenizer's EOS is the last token of the suffix.
+        append_eos: for "rest" and "sentence", the tokenizer's EOS is the last token of the suffix.
         min_document_tokens: shorter documents are left out. Those too short for any cut always are.
         max_document_tokens: longer documents are left out.
         max_documents: the most documents of each bucket, the first ones that fit.
@@ -194,6 +196,8 @@ class Sampling:
             return self._numbers("prefix_length")[0] + self._numbers("suffix_length")[0]
         if self.kind == "rest":
             return max(self._numbers("prefix_length")) + (0 if self.append_eos else 1)
+        if self.kind == "sentence":
+            return 1 if self.append_eos else 2
         return self._numbers("suffix_length")[0] + 1
 
     def needed_in(self, bucket: int) -> int:
@@ -201,7 +205,7 @@ class Sampling:
         return max(window.end for window in self._cut_at_offsets(bucket)) if self.kind == "offsets" else self.needed
 
     def windows(self, tokens: int, bucket: int | None = None) -> list[Window]:
-        """Cut a document of `tokens` tokens, at least `needed`. Not for a window over characters.
+        """Cut a document of `tokens` tokens, at least `needed`. Not for a window over characters, nor for a sentence.
 
         Args:
             bucket: of the document; None: one that is asked with all prefix lengths.

@@ -118,7 +118,7 @@ def check_decoding(model, **decoding: Any) -> None:
 
 
 @torch.no_grad()
-def continue_greedily(model, prompts: Sequence[Sequence[int]], *, steps: int) -> list[list[int]]:
+def continue_greedily(model, prompts: Sequence[Sequence[int]], *, steps: int, beams: int = 1) -> list[list[int]]:
     """Return `steps` greedy tokens after each prompt: nothing but the model's own first choices.
 
     For models whose cache cannot be kept. Nothing ends a row early and nothing is penalized or suppressed, whatever
@@ -129,13 +129,14 @@ def continue_greedily(model, prompts: Sequence[Sequence[int]], *, steps: int) ->
     Args:
         prompts: token ids, of any lengths; they are padded on the left.
         steps: new tokens for every row.
+        beams: of a beam search, whose likeliest continuation is returned; 1: greedy decoding.
     """
     from transformers import GenerationConfig
 
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device_of(model))
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=tokens.device)
-    config = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
+    config = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0, num_beams=beams)
     alone = {"synced_gpus": False} if (kept := _gather_cache(model)) is not None and kept.everything else {}
     with _neutral_generation_config(model):
         output = model.generate(input_ids=tokens, attention_mask=mask, generation_config=config, **alone)

@@ -16,6 +16,8 @@ from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.extraction import scoring
 from hf_axonn_eval.extraction.near_copies import NearCopySearch
 from hf_axonn_eval.extraction.options import Options
+from hf_axonn_eval.extraction.recite import Recital
+from hf_axonn_eval.extraction.reciter import Reciter
 from hf_axonn_eval.extraction.run import run, survey_samples
 from hf_axonn_eval.extraction.runner import Runner
 from hf_axonn_eval.metrics.discoverability import Sampler
@@ -35,6 +37,7 @@ def extract(
     membership: bool = False,
     guesses: bool = False,
     near_copies: NearCopySearch | None = None,
+    recite: Recital | None = None,
     protocol: dict[str, Any] | None = None,
     left_out: dict[str, int] | None = None,
     confidence: float = 0.95,
@@ -62,6 +65,8 @@ def extract(
         guesses: whether to compute how likely the greedy continuations are, in one more pass; by that
             `recall_at_errors` orders them.
         near_copies: also search for a lower bound of the probability of near copies, under the sampler.
+        recite: write the suffix step by step from the model's own text, with a sliding context, which may be longer
+            than the model's window. Nothing is scored then: there are no probabilities.
         protocol: what the samples were made by (`Protocol.record`); run.json says line by line what the run does as
             was published, and what it does not.
         left_out: number of `documents` they were made of, and of those excluded by reason, for the record.
@@ -87,6 +92,7 @@ def extract(
         membership=membership,
         guesses=guesses,
         near_copies=near_copies,
+        recite=recite,
         protocol=protocol,
         left_out=left_out,
         confidence=confidence,
@@ -95,11 +101,14 @@ def extract(
     survey = survey_samples(samples)
     if near_copies is not None:
         near_copies.check(min(suffix for _, suffix in survey.lengths))
-    scoring.check_fits(model, longest=survey.longest, largest_id=survey.largest_id)
+    longest = survey.longest if recite is None else min(survey.longest, recite.context)
+    scoring.check_fits(model, longest=longest, largest_id=survey.largest_id)
     if output is not None and (not model_record or "fingerprint" not in model_record):
         raise ValueError(
             "output=... needs model_record=... with a 'fingerprint', so that a stopped run never goes on with "
             "another model: pass load_model(...).record, or {'fingerprint': <any text that names the weights>}."
         )
-    asker = Runner(model=model, tokenizer=tokenizer, options=options, model_record=model_record, batch_size=batch_size)
+    asker = (Runner if recite is None else Reciter)(
+        model=model, tokenizer=tokenizer, options=options, model_record=model_record, batch_size=batch_size
+    )
     return run(asker, survey)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_axonn_eval.analysis.intervals import check_confidence
 from hf_axonn_eval.data.samples import Sample, samples_digest
+from hf_axonn_eval.extraction.recite import Recital
 from hf_axonn_eval.metrics.discoverability import Sampler
 
 
@@ -31,6 +32,7 @@ class Options:
     membership: bool = False
     guesses: bool = False
     near_copies: NearCopySearch | None = None
+    recite: Recital | None = None
     protocol: dict[str, Any] | None = None
     left_out: dict[str, int] | None = None
     confidence: float = 0.95
@@ -45,6 +47,14 @@ class Options:
             )
         if self.guesses and not self.generate:
             raise ValueError("guesses are greedy continuations: they need generate=True (no --no_generation).")
+        others = [
+            name for name in ("sampler", "membership", "near_copies", "guesses", "stop_early") if getattr(self, name)
+        ]
+        if self.recite is not None and (others or not self.generate):
+            raise ValueError(
+                "recite writes a text and scores none, so it does not go with "
+                f"{' and '.join(others) or 'generate=False (--no_generation)'}."
+            )
         check_confidence(self.confidence)
 
     def identity(self, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -61,12 +71,14 @@ class Options:
             "membership": self.membership or None,
             "guesses": self.guesses or None,
             "near_copies": self.near_copies.text if self.near_copies is not None else None,
+            "recite": self.recite.text if self.recite is not None else None,
         }
 
     def decoding(self) -> dict[str, Any]:
         """Return the settings of run.json that follow from the options alone."""
         sampler = vars(self.sampler) if self.sampler is not None else None
-        return {"decoding": "greedy, no stop, no penalties", "sampler": sampler}
+        how = self.recite.text if self.recite is not None else "greedy"
+        return {"decoding": f"{how}, no stop, no penalties", "sampler": sampler}
 
     def facts(self) -> dict[str, Any]:
         """Return the facts about a run that follow from its options (contract.OF_A_RUN)."""

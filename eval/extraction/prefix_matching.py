@@ -26,11 +26,13 @@ class Match(NamedTuple):
     The margin of a suffix that was met in full is that of `Score`. Else it is how far the true token is behind at the
     first miss: what comes after is not known, so the sample may be further from being extracted than this says.
 
+    None where a text was written without the log-probabilities of the true one.
+
     `known` is the model's greedy continuation as far as that tells it: up to and including the first miss.
     """
 
     tokens: int
-    margin: float
+    margin: float | None
     known: list[int]
 
 

@@ -323,7 +323,7 @@ def result_of(
         "suffix_length": len(sample.suffix),
         "divergence_point": match.tokens,
         "margin": answer.margin,
-        "near_tie": answer.margin < bound,
+        "near_tie": answer.margin < bound if answer.margin is not None else None,
         **dict.fromkeys(("logprob", "logprobs", "hits", "ranks")),
         "generated": list(continuation) if continuation is not None else None,
         "generated_text": generated_text,

@@ -17,7 +17,7 @@ SERIES = len(COLOURS)  # further series begin again
 WIDTH, HEIGHT = 360, 230
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 40
 _FEW = 12  # points that are drawn as points
-_DARKEST = 0.6  # of a cell, whose number is still read
+_DARKEST = 0.45  # of a cell, whose number is still read
 _WIDE, _HIGH = 22, 12  # pixels of a cell with a number in it
 
 

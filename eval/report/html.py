@@ -19,11 +19,13 @@ from hf_axonn_eval.data.visible import PAGE, visible
 from hf_axonn_eval.report import access, attacks, curves, maps, tables, verdict
 from hf_axonn_eval.report.answer import answer
 from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, grid_chart, line_chart
+from hf_axonn_eval.report.documents import documents
 from hf_axonn_eval.report.texts import text_examples
 
 
 PLOTTED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy", "extraction_strength")
 MOST_MAPS = 30
+LONGEST_TEXT = 1000  # tokens of a suffix among the texts
 MOST_CELLS = 24  # along an axis of a grid
 
 Runs = Mapping[str, Sequence[SampleResult]]
@@ -75,7 +77,8 @@ def html_page(
         "draws": _draws(comparison, numbers),
         "maps": _maps(numbers),
         "books": _books(comparison, books or {}),
-        "examples": text_examples(runs or {}, samples=samples, tokenizer=tokenizer, count=examples),
+        "documents": documents(runs or {}),
+        "examples": text_examples(_short(runs or {}), samples=samples, tokenizer=tokenizer, count=examples),
     }
     template = read_templates().get_template("page.html")
     page = template.render(
@@ -119,6 +122,7 @@ def _empty_sections(comparison: Mapping[str, Any], parts: Mapping[str, Any]) -> 
         "left_out": tables.left_out(comparison),
         "coverage": parts["books"] or attacks.coverage(comparison),
         "maps": parts["maps"],
+        "documents": parts["documents"],
         "texts": parts["examples"],
         "provenance": tables.provenance(comparison),
     }
@@ -128,6 +132,11 @@ def _empty_sections(comparison: Mapping[str, Any], parts: Mapping[str, Any]) -> 
 def _without_tokens(result: SampleResult) -> SampleResult:
     """Drop the tokens and texts of a result, with which 100,000 of them may not fit into memory."""
     return replace(result, logprobs=None, hits=None, generated=None, generated_text=None, suffix_text=None)
+
+
+def _short(runs: Runs) -> Runs:
+    """Return the results whose texts can be read one after the other; `documents` shows what is longer."""
+    return {name: [one for one in results if one.suffix_length <= LONGEST_TEXT] for name, results in runs.items()}
 
 
 def _bucket_charts(comparison: Mapping[str, Any]) -> list[str]:

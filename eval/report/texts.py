@@ -48,10 +48,10 @@ def passage(result: SampleResult, sample: Sample | None = None, tokenizer=None) 
     else:
         true, generated = _words(result.suffix_text), _words(result.generated_text)
     if true is None or generated is None:
-        return Passage(None if true is None else _join([(text, OTHER) for text in true[1]]), None)
+        return Passage(None if true is None else join_spans([(text, OTHER) for text in true[1]]), None)
     marks = _marks(true[0], generated[0])
     return Passage(
-        *(_join(zip(side[1], mark, strict=True)) for side, mark in zip((true, generated), marks, strict=True))
+        *(join_spans(zip(side[1], mark, strict=True)) for side, mark in zip((true, generated), marks, strict=True))
     )
 
 
@@ -127,7 +127,7 @@ def _words(text: str | None) -> tuple[list[str], list[str]] | None:
     return [word.strip() for word in words], words
 
 
-def _join(spans) -> list[Span]:
+def join_spans(spans) -> list[Span]:
     """Join neighbours with the same mark to one span."""
     joined: list[Span] = []
     for text, mark in spans:

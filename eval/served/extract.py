@@ -11,15 +11,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 from hf_axonn.compat.messages import get_logger
-from hf_axonn_eval.data.access import access_of_server
+from hf_axonn_eval.data.access import TEXT, access_of_server
 from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.extraction.options import Options
 from hf_axonn_eval.extraction.prefix_matching import match_choices
+from hf_axonn_eval.extraction.recite import Recital, Written
+from hf_axonn_eval.extraction.reciter import match_of
 from hf_axonn_eval.extraction.run import Asker, Survey, run, survey_samples
 from hf_axonn_eval.extraction.runner import eos_ids, result_of
 from hf_axonn_eval.extraction.scoring import BOUNDS, Score
@@ -57,8 +60,9 @@ def extract_served(
         output: directory for the run; one that was stopped is resumed.
         requests: how many are under way at once.
         options: `generate`, `sampler` (top-p and a temperature only together with a top_k), `membership` (the scores
-            that log-probabilities give), `guesses` (one more request for each sample that is not extracted),
-            `protocol`, `left_out`, `confidence` and `progress` of `extract`; not `stop_early` and `near_copies`.
+            that log-probabilities give), `recite` (greedily, a request a step), `guesses` (one more request for each
+            sample that is not extracted), `protocol`, `left_out`, `confidence` and `progress` of `extract`; not
+            `stop_early` and `near_copies`.
     Returns:
         One result a sample, in the order of the samples, read from the file as they are asked for.
     Raises:
@@ -69,6 +73,9 @@ def extract_served(
         raise ValueError(f"requests is {requests!r}, but it must be at least 1.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("a server is asked by one process: run extract without accelerate launch.")
+    recital: Recital | None = options.get("recite")
+    if recital is not None and recital.beams > 1:
+        raise ValueError(f"a server decodes greedily, so {recital.beams} beams are not possible: leave beams out.")
     for name in ("stop_early", "near_copies"):
         if options.get(name):
             raise ValueError(
@@ -78,7 +85,14 @@ def extract_served(
     checked = Options(output=output, **options)
     survey = survey_samples(samples)
     window = backend.record["max_tokens"]
-    if window is not None and survey.longest + 1 > window:  # the server decodes one token after what it scores
+    if recital is not None and window is not None and min(survey.longest, recital.context) > window:
+        raise ValueError(
+            f"the context is {recital.context} tokens, and the server takes {window} (max_model_len): recite with "
+            f"context={window}."
+        )
+    if (
+        recital is None and window is not None and survey.longest + 1 > window
+    ):  # the server decodes one token after what it scores
         raise ValueError(
             f"a sample has {survey.longest} tokens, and the server takes {window - 1} and one more that it decodes "
             "(max_model_len): use shorter prefixes and suffixes, or start it with a longer --max-model-len."
@@ -95,6 +109,7 @@ class _Asker(Asker):
     options: Options
     requests: int
     work_split: WorkSplit = field(default_factory=WorkSplit)
+    lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
         self.vocabulary = len(self.tokenizer)  # without the padding of the model's, which the server does not tell
@@ -105,6 +120,13 @@ class _Asker(Asker):
         """Ask how many `alternatives` of a token the server gives, and whether it has the same tokenizer."""
         least, better = alternatives_needed(self.options.sampler)
         first = survey.samples[0]
+        self.alternatives = 0
+        self.kept, self.written = Written(self.options.output), {}
+        if self.options.recite is not None:
+            self.written = self.kept.read()
+            self.same_ids = _same_ids(self.backend, self.tokenizer, first)
+            yield
+            return
         self.alternatives = self.backend.check([*first.prefix, *first.suffix][:_CHECKED], least=least, better=better)
         self.same_ids = _same_ids(self.backend, self.tokenizer, first)
         yield
@@ -125,14 +147,14 @@ class _Asker(Asker):
                 "dtype": "unknown: the server's",
                 "attn_implementation": None,
             },
-            "access": access_of_server(self.alternatives, self.vocabulary),
+            "access": access_of_server(self.alternatives, self.vocabulary) if self.alternatives else TEXT,
             "model": {"path": f"{served['name']} at {served['base_url']}", "fingerprint": no_fingerprint, **served},
             "tokenizer": {"server_checked": self.same_ids},
             "settings": {
                 "requests": self.requests,
-                "alternatives": self.alternatives,
+                "alternatives": self.alternatives or None,
                 **self.options.decoding(),
-                "near_tie_below": _BOUND,
+                "near_tie_below": _BOUND if self.alternatives else None,
                 "membership_unknown": list(UNKNOWN_SCORES) if self.options.membership else None,
             },
             "precision": None,
@@ -143,11 +165,13 @@ class _Asker(Asker):
         }
 
     def check_resumed(self, sample: Sample, kept: SampleResult) -> None:
-        """Raise unless the server still gives a sample the log-probabilities that were kept.
+        """Raise unless the server still gives a sample the log-probabilities that were kept; a recital has none.
 
         Raises:
             ValueError: one is further away than batches or rounding in 16 bits move it.
         """
+        if not self.alternatives:
+            return
         pairs = zip(self._score(sample, full=False).logprobs, kept.logprobs or (), strict=True)
         away = max((abs(one - other) for one, other in pairs if one != other), default=0.0)  # -inf may equal -inf
         if away > _BOUND:
@@ -174,6 +198,8 @@ class _Asker(Asker):
 
     def _measure_one(self, sample: Sample) -> SampleResult:
         """Measure a sample with one request, or up to three."""
+        if self.options.recite is not None:
+            return self._recite(sample, self.options.recite)
         score = self._score(sample, full=self.options.membership)
         continuation, guessed = None, None
         if self.options.generate:
@@ -194,6 +220,17 @@ class _Asker(Asker):
             eos=self.eos,
             generated_logprob=guessed,
         )
+
+    def _recite(self, sample: Sample, recital: Recital) -> SampleResult:
+        """Let the server write a document, a request a step."""
+        written = list(self.written.get(sample.sample_id, ()))
+        while size := recital.next_step(sample, written):
+            new = self.backend.generate(recital.prompt(sample, written), size)
+            written += new
+            with self.lock:
+                self.kept.append([(sample.sample_id, new)])
+        match = match_of(sample, written)
+        return result_of(sample, match, written, self.tokenizer, bound=_BOUND, eos=self.eos)
 
     def _score(self, sample: Sample, *, full: bool) -> Score:
         tokens = [*sample.prefix, *sample.suffix]

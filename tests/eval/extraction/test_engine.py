@@ -15,6 +15,7 @@ from hf_axonn_eval import Sample, extract
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction.kv_cache import can_be_kept
 from hf_axonn_eval.extraction.near_copies import NearCopySearch
+from hf_axonn_eval.extraction.recite import Recital
 from hf_axonn_eval.extraction.scoring import document_nll, near_tie_below, score_suffixes
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics import text as metrics
@@ -132,6 +133,7 @@ OPTIONS = [
     {"stop_early": True},
     {"generate": False, "sampler": Sampler(top_k=20)},
     {"generate": False, "stop_early": True},
+    {"recite": Recital(step=4, context=16)},
     {"generate": False, "sampler": Sampler(top_k=20), "near_copies": NearCopySearch(edits=2, beams=4)},
 ]
 
@@ -167,9 +169,9 @@ def with_beginnings(some: list[Sample]) -> list[Sample]:
     ]
 
 
-# Quick are fewer samples, and near copies of one family, where a model is divided: they take as long as all other
-# options together.
-WHOLE = [("plain2", len(OPTIONS) - 1), ("data2", len(OPTIONS) - 1)]
+# Quick are fewer samples, and recitals and near copies where a model is divided, the latter of one family: they take as
+# long as all other options together.
+WHOLE = [(grid, len(OPTIONS) - back) for grid in ("plain2", "data2") for back in (1, 2)]
 
 
 @pytest.mark.parametrize(

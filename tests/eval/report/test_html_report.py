@@ -23,12 +23,12 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 SECTIONS = (
     "models buckets differences prefix offset survival probability draws near_copies cost goldfish membership".split()
 )
-SECTIONS += "undecided degenerate left_out coverage maps texts provenance".split()
+SECTIONS += "undecided degenerate left_out coverage maps documents texts provenance".split()
 HOSTILE = (
     "</dd></article><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     "<svg onload=document.title='owned'> '\" &amp; \u202e"
 )
-NOT_HERE = ("near_copies", "cost", "goldfish", "coverage")  # on the page of `everything`
+NOT_HERE = ("near_copies", "cost", "goldfish", "coverage", "documents")  # on the page of `everything`
 VOID = {"meta", "br", "img", "link"}
 
 
@@ -178,7 +178,7 @@ def test_tables_that_only_say_p_is_1_are_folded(everything, page):
     folded = re.findall(r"<details><summary>(.*?)</summary>(.*?)</details>", page, re.DOTALL)
     titles = [one.title for one in tables.changes(comparison) if one.folded]
     *folded, (last, _) = [one for one in folded if not one[0].startswith("The numbers of the grids")]
-    assert last == "4 sections have nothing to show, and why"
+    assert last == "5 sections have nothing to show, and why"
     assert [unescape(heading) for heading, _ in folded] == [f"{title}: p = 1 in every row" for title in titles]
     assert len(titles) == 2 and all("controls" in title for title in titles)
     assert all(body.count("<table>") == 1 for _, body in folded)
@@ -208,7 +208,7 @@ def test_what_was_not_measured_is_said():
         found = Page(html_page(comparison, runs=runs)).sections
         assert list(found)[-1] == "not_measured" and all(text for text in found.values())
         missing = [name for name in SECTIONS if name not in found]
-        assert len(missing) == (15 if runs else 18) and f"{len(missing)} sections" in found["not_measured"]
+        assert len(missing) == (16 if runs else 19) and f"{len(missing)} sections" in found["not_measured"]
         for told in ("there is one run", "no sampler", "do not say", "run.json", "at several offsets", "no texts"):
             assert told in found["not_measured"], told
     assert "write_report" in found["not_measured"]
@@ -367,7 +367,7 @@ def test_grids_of_prefix_length_and_offset():
     assert found["most"].startswith("only, 3x: most from 8 tokens at offset 0, 1.000") and not found["left_out"]
     [chart] = found["charts"]
     assert chart.count('class="cell s0"') == 5, "what was not asked is empty"
-    assert chart.count('fill-opacity="0.600"') == 1 and chart.count('fill-opacity="0.000"') == 4
+    assert chart.count('fill-opacity="0.450"') == 1 and chart.count('fill-opacity="0.000"') == 4
     for one_of_both in (asked[:2], asked[::2]):
         runs = {"only": offsets(*one_of_both)}
         assert html._offsets(compare(runs), runs) == {}

@@ -10,6 +10,7 @@ from hf_axonn_eval.__main__ import main
 from hf_axonn_eval.data.results import read_run
 from hf_axonn_eval.data.samples import samples_digest, write_about, write_samples
 from hf_axonn_eval.extraction.near_copies import NearCopySearch
+from hf_axonn_eval.extraction.recite import Recital
 from hf_axonn_eval.metrics.discoverability import Sampler
 from hf_axonn_eval.served.completions import CompletionsBackend
 from hf_axonn_eval.served.extract import extract_served
@@ -158,3 +159,23 @@ def test_the_command_asks_a_server_as_the_protocol_says(served, tmp_path, monkey
     ):
         assert main([*command, *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_server_recites_as_the_model_does(served, trained, tmp_path):
+    recital = Recital(step=5, context=20)
+    here = extract(trained, topics_tokenizer(), samples()[:4], recite=recital, progress=False)
+    there = list(asked(served, tmp_path / "run", samples()[:4], recite=recital))
+    assert [one.generated for one in there] == [one.generated for one in here]
+    assert all("prompt_logprobs" not in body for body in served.requests), "texts alone are needed"
+    assert len(served.requests) == 4 * 3 and max(len(body["prompt"]) for body in served.requests) == 15
+    record = read_run(tmp_path / "run")[0]
+    assert record["access"] == "text" and record["settings"]["decoding"].startswith("steps of 5 tokens")
+    # what a stopped run has written is not asked for again
+    (tmp_path / "run" / "results.jsonl").unlink()
+    again = asked(served, tmp_path / "run", samples()[:4], recite=recital)
+    assert list(again) == there and len(served.requests) == 4 * 3
+    with pytest.raises(ValueError, match="4 beams are not possible"):
+        asked(served, tmp_path / "beams", recite=Recital(beams=4))
+    with pytest.raises(ValueError, match="the server takes 64"):
+        long = [Sample(sample_id="a", document_id="a", bucket=0, offset=0, prefix=(5,) * 9, suffix=(6,) * 200)]
+        asked(served, tmp_path / "long", long, recite=Recital())
