@@ -27,6 +27,7 @@ SAVE_FAILURES = ("stop", "continue")
 PRECISIONS = ("bf16", "fp16", "no")  # of accelerate, its mixed_precision
 KEPT = ("none", "recomputed", "all")
 RESIDUAL_DTYPES = ("model", "bfloat16")
+OFFLOADED = ("none", "optimizer")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 LOADS = ("whole", "sharded")
 CHOICES = {
@@ -35,6 +36,7 @@ CHOICES = {
     "layout": LAYOUTS,
     "experts": EXPERTS,
     "context_attention": CONTEXT_ATTENTION,
+    "offload": OFFLOADED,
     "save_failure": SAVE_FAILURES,
     "schedule": SCHEDULES,
 }
@@ -92,6 +94,8 @@ class Settings:
             has in every attention, else keys.
         allow_untested: whether a model of a type that nobody has compared with one process is sharded by blocks, as
             the general rules have them, with a warning (architectures/plan.py); else Linear by Linear.
+        offload: what is kept in host memory, one of OFFLOADED: nothing, or the moments of the optimizer that Trainer,
+            `prepare` or Lightning is given (engine/host_moments.py).
         async_save: whether Trainer's checkpoints are written while training goes on.
         save_failure: what a Trainer does when a checkpoint cannot be saved (a full disk), one of SAVE_FAILURES.
         schedule: when a rank of pipe runs which micro-batch forward and backward, one of SCHEDULES.
@@ -111,6 +115,7 @@ class Settings:
     experts: str = "auto"
     context_attention: str = "auto"
     allow_untested: bool = False
+    offload: str = "none"
     async_save: bool = False
     save_failure: str = "stop"
     schedule: str = "1f1b"
@@ -197,7 +202,8 @@ class AxonnConfig(Settings):
         Args:
             section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype,
                 residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, experts, context_attention,
-                allow_untested, async_save, save_failure, schedule, stages_per_rank, stage_layers, order, load.
+                allow_untested, offload, async_save, save_failure, schedule, stages_per_rank, stage_layers, order,
+                load.
             num_processes: number of processes on all machines together, which the grid must have; None: not checked.
         Raises:
             ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.

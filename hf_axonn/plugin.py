@@ -66,8 +66,8 @@ class AxonnPlugin(ParallelismConfig):
             (topology/upstream_sizes.py), whose place this class takes under a launch file; by default those of the
             environment (PARALLELISM_CONFIG_*), as there.
         overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, experts,
-            context_attention, allow_untested, async_save, save_failure, schedule, stages_per_rank, stage_layers: those
-            of `config.Settings`.
+            context_attention, allow_untested, offload, async_save, save_failure, schedule, stages_per_rank,
+            stage_layers: those of `config.Settings`.
     Raises:
         ValueError: no grid is given and none was launched, or the launch file has another grid or another value of a
             setting (`AxonnConfig.with_launch`), or there are settings without a grid, or a library has a release that

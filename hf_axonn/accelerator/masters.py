@@ -1,4 +1,5 @@
-"""Optimizers that `prepare` gets train float32 weights (engine/master_weights.py)."""
+"""Optimizers that `prepare` gets train float32 weights (engine/master_weights.py), and may keep their moments in host
+memory (engine/host_moments.py)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from hf_axonn.compat.accelerate import prepared_models
 from hf_axonn.engine.master_weights import make_masters
+from hf_axonn.engine.optimizer_steps import keep_moments_on_host
 from hf_axonn.parallel.sharded_model import sharded_model
 
 
@@ -17,13 +19,18 @@ class MasterMethods:
     """Methods of Accelerator, on a grid of any size."""
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
-        """Prepare as the stock method; under mixed precision trained weights become float32 before.
+        """Prepare as the stock method; under mixed precision trained weights become float32 before, and with `offload:
+        optimizer` moments go to host memory.
 
+        Raises:
+            ValueError: offload is not possible with this optimizer.
         Collectives: those of `stages_agree`.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         make_masters(parameters, mixed_precision=AcceleratorState().mixed_precision)
         stages_agree(prepared_models(self))
+        if self.axonn_plugin.config.offload == "optimizer":
+            keep_moments_on_host(getattr(optimizer, "optimizer", optimizer), self.device)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)  # type: ignore[misc]
 
 

@@ -29,7 +29,7 @@ ENGINES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed (deepspeed_plugin, TrainingArguments(deepspeed=...), deepspeed_config)",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM (megatron_lm_plugin, megatron_lm_config)",
 }
-TRAINER_SETTINGS = ("async_save", "save_failure")  # settings that Trainer reads, and not the model
+TRAINER_SETTINGS = ("async_save", "offload", "save_failure")  # that Trainer or `prepare` reads, and not the model
 ON = ("1", "true", "yes", "y", "t", "on")
 
 

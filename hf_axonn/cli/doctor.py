@@ -24,7 +24,7 @@ from hf_axonn.planner.expert_bytes import ExpertBytes, compare_bytes
 from hf_axonn.planner.experts import place_experts
 from hf_axonn.planner.from_settings import DTYPE_BYTES, SEQUENCE, too_long
 from hf_axonn.planner.machine import known_machines, load_machine
-from hf_axonn.planner.memory import RESERVE, Memory, memory
+from hf_axonn.planner.memory import RESERVE, Memory, memory, moment_bytes
 from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.stages import divide_model, memory_of_rank
 from hf_axonn.planner.step import Step
@@ -337,9 +337,12 @@ def _examine_memory(
 ) -> None:
     """Bytes of rank 0, which holds most; against the memory of a device where that is known."""
     size = DTYPE_BYTES[options.weights]
-    states = local * 4 * size  # parameter, gradient and two moments, which torch's AdamW keeps in the same dtype
-    total: float = states
+    moments = local * 2 * size  # of the dtype of parameters, as torch's AdamW keeps them
+    states = local * 2 * size + moment_bytes(moments, launch.config.offload)
     text = f"memory of rank 0: {_size(states)} parameters, gradients and AdamW's moments"
+    if launch.config.offload == "optimizer":
+        text = f"host memory of rank 0: {_size(moments)} AdamW's moments; {text} in use"
+    total: float = states
     try:
         read = shape_of(config)
         shape = place_experts(read, launch.config.grid, launch.config.experts)
@@ -356,6 +359,7 @@ def _examine_memory(
             checkpointing=options.checkpointing,
             keep_gathered=launch.config.keep_gathered,
             context_attention=launch.config.context_attention,
+            offload=launch.config.offload,
         )
         parts = _first_rank_memory(shape, launch.config, step, layout, options.accumulation)
         total = parts.total - parts.states + states

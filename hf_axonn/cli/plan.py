@@ -18,6 +18,7 @@ from typing import Any
 
 from hf_axonn.cli.plan_report import cost, doubts, header, lines, sweep_lines
 from hf_axonn.compat.arguments import with_reason
+from hf_axonn.config import OFFLOADED
 from hf_axonn.planner import confidence, settings
 from hf_axonn.planner.dense import GPTS
 from hf_axonn.planner.from_settings import (
@@ -104,6 +105,9 @@ def add_plan(commands) -> None:
     parser.add_argument(
         "--base", choices=tuple(BASES), default="full", help="with --lora: the frozen Linears, in 4 bits (QLoRA)"
     )
+    parser.add_argument(
+        "--offload", choices=OFFLOADED, default="none", help="optimizer: AdamW's moments are in host memory"
+    )
     parser.add_argument("--attention", help="attention kernel of the machine's file; by default its first")
     parser.add_argument(
         "--tokens", type=with_reason(number), help="tokens of the whole training, such as 2T: days and GPU hours"
@@ -175,6 +179,7 @@ def _job(options: argparse.Namespace, shape: ModelShape, sequences: int, fixed: 
         attention=options.attention,
         lora=options.lora,
         base=options.base,
+        offload=options.offload,
         **fixed,
     )
 

@@ -326,6 +326,8 @@ def section_lines(best: Prediction) -> list[str]:
         text.append(f"  experts: {best.experts}")
     if job.keep_gathered != "recomputed":
         text.append(f"  keep_gathered: {job.keep_gathered}")
+    if job.offload != "none":
+        text.append(f"  offload: {job.offload}")
     text += [f"  {name}: bfloat16" for name in settings.ROUNDING if chosen[name] == "bf16"]
     if best.pipelined:
         text += [f"  schedule: {job.pipeline}", f"  stages_per_rank: {job.stages_per_rank}"]

@@ -398,12 +398,12 @@ def ask_class_for_step(optimizer: torch.optim.Optimizer) -> None:
 
 def around_step(
     optimizer: type[torch.optim.Optimizer],
-    context: Callable[[torch.optim.Optimizer], contextlib.AbstractContextManager],
+    take_step: Callable[[torch.optim.Optimizer, Callable[[], object]], object],
 ) -> None:
-    """Let a class of optimizers take its steps inside of a context, but for the hooks of steps, and for steps with a
-    closure. A second time does nothing."""
+    """Let a class of optimizers take its steps by `take_step(optimizer, its own step)`, inside of the hooks of steps,
+    but for those with a closure. A second time does nothing."""
     step = vars(optimizer).get("step")  # torch puts one with hooks into each class of which there is an instance
-    if step is None or hasattr(step, "context"):
+    if step is None or hasattr(step, "take_step"):
         return
     hooked = getattr(step, "hooked", False)
     own = step.__wrapped__ if hooked else step
@@ -412,11 +412,10 @@ def around_step(
     def inside(self, closure=None):
         if closure is not None:
             return own(self, closure)
-        with context(self):
-            return own(self)
+        return take_step(self, functools.partial(own, self))
 
     wrapped: Any = torch.optim.Optimizer.profile_hook_step(inside) if hooked else inside
-    wrapped.context, wrapped.hooked = context, hooked
+    wrapped.take_step, wrapped.hooked = take_step, hooked
     optimizer.step = wrapped  # type: ignore[method-assign]
 
 

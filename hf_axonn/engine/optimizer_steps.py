@@ -9,8 +9,9 @@ elementwise parts of Muon (muon.py).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,7 @@ from torch.optim import (
 )
 
 from hf_axonn.compat.torch import around_step, like_dtensor, placement_of, shard_in
+from hf_axonn.engine.host_moments import HostMoments, is_moment, to_host
 from hf_axonn.engine.muon import find_mesh, orthogonalize_once
 
 
@@ -43,8 +45,67 @@ def step_on_shards() -> None:
     """Let elementwise optimizers of torch, and Muon, step on shards, from now on, where their parameters are DTensors.
     Steps with a closure stay as they are: it runs the model, whose gradients are DTensors. No communication."""
     for optimizer in ELEMENTWISE:
-        around_step(optimizer, shards_of)
-    around_step(Muon, shards_of_matrices)
+        around_step(optimizer, step_elementwise)
+    around_step(Muon, step_muon)
+
+
+def step_elementwise(optimizer: Optimizer, step: Callable[[], object]) -> None:
+    """Call an optimizer's own step on shards; moments that are kept in host memory come and go."""
+    moments = _on_host.get(optimizer)
+    with shards_of(optimizer):
+        if moments is None:
+            step()
+        else:
+            moments.take_step(optimizer, step)
+
+
+def step_muon(optimizer: Optimizer, step: Callable[[], object]) -> None:
+    """Call Muon's own step on shards. Collectives: those of `orthogonalize_once`."""
+    with shards_of_matrices(optimizer):
+        step()
+
+
+_on_host: weakref.WeakKeyDictionary[Optimizer, HostMoments] = weakref.WeakKeyDictionary()
+
+
+def keep_moments_on_host(optimizer: Optimizer, device: torch.device) -> None:
+    """Keep the moments of an optimizer in host memory from its next step on (host_moments.py). A second time does
+    nothing. No communication.
+
+    Args:
+        device: that of the parameters.
+    Raises:
+        ValueError: it is not one of ELEMENTWISE; later: a step has a closure.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        raise ValueError(
+            f"offload: optimizer is not possible with {type(optimizer).__name__}, whose step needs more than elements "
+            f"and their moments: take one of torch's {', '.join(each.__name__ for each in ELEMENTWISE)}, or omit "
+            "offload."
+        )
+    if optimizer in _on_host:
+        return
+    moments = _on_host[optimizer] = HostMoments(device)
+    optimizer.register_step_pre_hook(_refuse_closure)
+    optimizer.register_state_dict_pre_hook(lambda _: moments.synchronize())
+    optimizer.register_load_state_dict_post_hook(_send_home)
+
+
+def _refuse_closure(optimizer: Optimizer, arguments: tuple, options: dict) -> None:
+    if any(each is not None for each in (*arguments[1:], options.get("closure"))):
+        raise ValueError(
+            "offload: optimizer is not possible with step(closure), which runs the model inside of the step: call the "
+            "model and backward before step(), or omit offload."
+        )
+
+
+def _send_home(optimizer: Optimizer) -> None:
+    """Move what torch has loaded onto the device of the parameters to host memory."""
+    for parameter, entries in optimizer.state.items():
+        for name, value in entries.items():
+            if is_moment(name, value, parameter) and value.device.type != "cpu":
+                home = to_host(_shard(value)).copy_(_shard(value))
+                entries[name] = like_dtensor(home, placement_of(value)) if isinstance(value, DTensor) else home
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from hf_axonn.compat.lightning import is_compiled
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import broadcast_all
 from hf_axonn.engine.master_weights import make_masters
+from hf_axonn.engine.optimizer_steps import keep_moments_on_host
 from hf_axonn.engine.state import is_parallelized, parallel_state
 from hf_axonn.parallel.parallelize import parallelize
 
@@ -181,11 +182,11 @@ def _refuse_trained(rest: nn.Module) -> None:
 
 def fit_optimizer(optimizer: Optimizer, model: nn.Module, precision: Any) -> None:
     """Let an optimizer train the shards of a model, also one that was made on its full parameters; in mixed precision
-    they become float32 (engine/master_weights.py).
+    they become float32 (engine/master_weights.py), and with `offload: optimizer` its moments go to host memory.
 
     Raises:
-        ValueError: it keeps low-bit state, needs a closure, has taken steps on full parameters, or trains nothing of
-            the model.
+        ValueError: it keeps low-bit state, or moments that cannot be in host memory; it needs a closure, has taken
+            steps on full parameters, or trains nothing of the model.
     """
     refuse_low_bit(optimizer)
     if isinstance(optimizer, LBFGS):
@@ -194,6 +195,9 @@ def fit_optimizer(optimizer: Optimizer, model: nn.Module, precision: Any) -> Non
     follow_grid(optimizer)
     mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(str(precision), "no")
     make_masters((each for group in optimizer.param_groups for each in group["params"]), mixed_precision=mixed)
+    state = parallel_state(model)
+    if state is not None and state.config.offload == "optimizer":
+        keep_moments_on_host(optimizer, state.grid_mesh.device)
     owned = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(

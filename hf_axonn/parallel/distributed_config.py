@@ -22,7 +22,7 @@ REFUSED = {
     "tp_plan": "the plan of a grid is found in the model: omit it, or write auto",
     "fsdp_plan": "every weight is divided over z: omit it",
     "ep_plan": "experts are found in the model: omit it",
-    "fsdp_cpu_offload": "nothing is kept in host memory: take a larger z or x",
+    "fsdp_cpu_offload": "weights stay on the device (offload: optimizer is for moments): take a larger z or x",
     "fsdp_mixed_precision": "mixed_precision of the launch file or of TrainingArguments is read instead",
 }
 IMPLEMENTATIONS = ("auto", "all_to_all")  # of experts to which tokens travel

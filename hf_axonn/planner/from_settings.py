@@ -244,6 +244,7 @@ def _job_of_plan(
         checkpointing=settings.get("checkpointing", True),
         keep_gathered=section.get("keep_gathered", "recomputed"),
         experts=section.get("experts", "auto"),
+        offload=section.get("offload", "none"),
         pipeline=section.get("schedule"),
         stages_per_rank=section.get("stages_per_rank"),
     )

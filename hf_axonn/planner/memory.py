@@ -1,7 +1,7 @@
 """Bytes that one rank holds at the worst moment of a training step, by what they are for (docs/algorithm.md, Memory).
 
     states        parameters, gradients and AdamW's two moments, all of one dtype: of the rank's shards, and the small
-                  ones in full
+                  ones in full; of moments in host memory those of the buckets that a step has on the device
     activations   saved for backward: of all layers, or under checkpointing the input of each; weights that are kept
     gathered      full blocks of the weights of two layers, this one and the next one, and the gradients of two groups
     layer         what backward makes of a layer besides: under checkpointing all that it saves
@@ -50,6 +50,7 @@ from hf_axonn.topology.weight_kind import WeightKind
 RESERVE = 0.1  # share of a GPU's memory that a plan leaves free: an assumption
 FOREIGN_BYTES = 2**25  # layers/moe.py: up to so much a GPU takes pairs of other ranks' experts along, in bf16
 ADAPTER_BYTES = 4  # of an element of LoRA: PEFT makes adapters in float32
+MOMENT_BUCKET = 2**27  # bytes of moments that are updated together if they lie in host memory
 ORIGIN = {"data": 0, "z": 0, "y": 0, "x": 0}  # rank 0 holds the longest shards
 
 
@@ -57,8 +58,9 @@ class Memory(NamedTuple):
     """Bytes of one rank; fields as in the head of this file. `parameters`: elements of its parameters; `trained`: of
     those that are trained.
 
-    gradients: those in `states`, which come one by one in backward; last: those of the embedding and of one layer,
-    which come when its work is done; waits: whether all are there from the first micro-batch on.
+    moments: those in `states`; gradients: likewise, those that come one by one in backward; last: those of the
+    embedding and of one layer, which come when its work is done; waits: whether all are there from the first
+    micro-batch on.
     """
 
     parameters: int
@@ -71,6 +73,7 @@ class Memory(NamedTuple):
     head: float
     embedding: float
     buckets: float
+    moments: float
     gradients: float
     last: float
     waits: bool
@@ -98,9 +101,8 @@ class Memory(NamedTuple):
     def by_kind(self) -> dict[str, float]:
         """Bytes of each kind, and their `total` at the worst moment, when not all of them are there."""
         rest = ("activations", "gathered", "layer", "logits", "head", "embedding", "buckets")
-        optimizer = 2 * self.gradients
-        weights = self.states - self.gradients - optimizer
-        found = {"parameters": weights, "gradients": self.gradients, "optimizer": optimizer}
+        weights = self.states - self.gradients - self.moments
+        found = {"parameters": weights, "gradients": self.gradients, "optimizer": self.moments}
         return found | {name: getattr(self, name) for name in rest} | {"total": self.total}
 
     def fits(self, capacity: float) -> bool:
@@ -158,6 +160,7 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
     adapters = sum(shape.adapters(step.lora))
     trained, size = (adapters, ADAPTER_BYTES) if step.lora else (base, step.param_bytes)
     gradients = trained * size
+    moments = moment_bytes(2 * gradients, step.offload)
     embedding = [_vocabulary(shape)] if shape.begins and not shape.tied else []
     last = _count_sharded([*shape.runs[0][0].weights, *embedding], grid)
     last *= 0 if step.lora else step.param_bytes
@@ -168,18 +171,24 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
     return Memory(
         parameters=base + adapters,
         trained=trained,
-        states=weights + adapters * ADAPTER_BYTES + 3 * gradients,
+        states=weights + adapters * ADAPTER_BYTES + gradients + moments,
         gathered=_gathered_bytes(shape, grid, step, gloo),
         activations=saved,
         layer=layer,
         logits=logits,
         head=head,
         embedding=_embedding(shape, grid, step),
+        moments=moments,
         buckets=min(3 * BUCKET_BYTES, gradients - last) if grid.data > 1 and not gloo else 0,
         gradients=gradients,
         last=0 if step.micro_batches > 1 else last,
         waits=step.micro_batches > 1,
     )
+
+
+def moment_bytes(moments: int, offload: str) -> int:
+    """Bytes of moments on the device: with `offload: optimizer` those of three buckets in a step."""
+    return min(3 * MOMENT_BUCKET, moments) if offload == "optimizer" else moments
 
 
 def _groups(layer: LayerShape, grid: Grid) -> list[tuple[LayerPart, int]]:

@@ -30,6 +30,7 @@ class StepSettings:
         checkpointing: whether every layer runs again in backward (not reentrant, which is Transformers' default).
         keep_gathered: recomputed, none, all or a number of layers, as in the settings of a run (config.py).
         context_attention: auto, heads or keys, as in the settings of a run.
+        offload: none or optimizer, as in the settings of a run.
         lora: rank of the adapters of every Linear of the layers, which alone are trained, in float32; 0: none, all of
             the model is trained.
         experts: auto, gather or move, how tokens and the experts of a mixture meet (topology/experts.py).
@@ -45,6 +46,7 @@ class StepSettings:
     checkpointing: bool = False
     keep_gathered: str | int = "recomputed"
     context_attention: str = "auto"
+    offload: str = "none"
     lora: int = 0
     base: str = "full"
     experts: str = "auto"

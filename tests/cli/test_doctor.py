@@ -47,6 +47,20 @@ def even_llama(**changes):
     return tiny_config("llama", **{**sizes, **changes})
 
 
+def test_moments_in_host_memory_are_counted_there(tmp_path, capsys):
+    printed = []
+    for offload in ("none", "optimizer"):
+        command = write(tmp_path, even_llama(), grid={"z": 2, "x": 2}, offload=offload)
+        assert main([*command, "--batch", "2", "--seq", "64"]) == 0
+        printed.append(capsys.readouterr().out)
+    pattern = r"memory of rank 0: ([\d.]+) (KiB|MiB) "
+    number, unit = re.search(pattern + "parameters, gradients and AdamW's moments, ", printed[0]).groups()
+    host, of_host = re.search(
+        f"host {pattern}AdamW's moments; memory of rank 0: .* moments in use, ", printed[1]
+    ).groups()
+    assert float(host) * 1024 ** (of_host == "MiB") == pytest.approx(float(number) / 2 * 1024 ** (unit == "MiB"), 0.01)
+
+
 def test_a_launch_and_a_model_with_nothing_to_mend(tmp_path, capsys):
     command = write(tmp_path, even_llama(), grid={"z": 2, "x": 2})
     assert main([*command, "--batch", "2", "--seq", "64", "--accumulation", "3", "--gpu-memory", "1"]) == 0

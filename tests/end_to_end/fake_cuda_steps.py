@@ -27,6 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_axonn import Grid, parallelize
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed import collectives, gloo
+from hf_axonn.engine import host_moments
+from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.goldfish import mask
 from hf_axonn.goldfish.table import TABLE_SIZE
@@ -189,12 +191,12 @@ def default_device(kind: str, reads: HostReads) -> None:
         dropout(kind, reads)
 
 
-def accelerate(kind: str, reads: HostReads, precision: str = "bf16") -> None:
+def accelerate(kind: str, reads: HostReads, precision: str = "bf16", offload: str = "none") -> None:
     from accelerate import Accelerator
 
     from hf_axonn import AxonnPlugin
 
-    accelerator = Accelerator(parallelism_config=AxonnPlugin(grid=GRID), mixed_precision=precision)
+    accelerator = Accelerator(parallelism_config=AxonnPlugin(grid=GRID, offload=offload), mixed_precision=precision)
     model = make_fake(kind)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     assert accelerator.device.type == "cuda"
@@ -208,6 +210,25 @@ def accelerate(kind: str, reads: HostReads, precision: str = "bf16") -> None:
         with reads.phase(f"{before}step"):
             optimizer.step()
             optimizer.zero_grad()
+    for parameter, state in optimizer.optimizer.state.items():
+        places = {local(state[name]).device.type for name in ("exp_avg", "exp_avg_sq")}
+        assert parameter.is_cuda and places == {"cuda" if offload == "none" else "cpu"}
+
+
+def offload(kind: str, reads: HostReads) -> None:
+    """Moments in host memory, on the device a few parameters at a time."""
+    with mock.patch.object(host_moments, "BUCKET_BYTES", 2**12):
+        accelerate(kind, reads, offload="optimizer")
+
+
+def muon(kind: str, reads: HostReads) -> None:
+    """Each matrix orthogonalized once."""
+    model, _ = parallelize(make_fake(kind), GRID)
+    for before in ("first ", ""):
+        with syncing(model):
+            model(**batch(), num_items_in_batch=ROWS * SEQ).loss.backward()
+        with reads.phase(f"{before}step"):
+            torch.optim.Muon([each for each in model.parameters() if each.dim() == 2]).step()
 
 
 def fp16(kind: str, reads: HostReads) -> None:
@@ -409,6 +430,8 @@ SITUATIONS = dict(
     dropout=dropout,
     default_device=default_device,
     accelerate=accelerate,
+    offload=offload,
+    muon=muon,
     fp16=fp16,
     trainer=trainer,
     goldfish=goldfish,

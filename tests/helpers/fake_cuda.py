@@ -9,7 +9,7 @@ that has it from the beginning. In that process:
         with reads.phase("forward"):    where the host has waited for a value of the device is kept by phase
 
 A host read is what makes the host wait for all that it has asked of the GPU so far: `.item()`, `nonzero`, an index of
-bools, copies from the device, and copies to it that are not asynchronous.
+bools, copies from the device that are not asynchronous to pinned memory, and copies to it that are not asynchronous.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 import torch
@@ -125,6 +125,8 @@ def pretend() -> None:
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu")
     torch.cuda.Event = _Event
     torch.cuda.current_stream = lambda *_: torch.Stream(stream_id=current_stream(), device_index=0, device_type=1)
+    torch.cuda.Stream = lambda *_: torch.Stream(stream_id=7, device_index=0, device_type=1)
+    torch.cuda.stream = lambda chosen: stream(chosen.stream_id)
     FOR_FAKES.impl("record_stream", lambda *_: None, "Meta")
     for module in (norm_probe, feature_layout):
         module.isolate = _really_isolated
@@ -238,6 +240,7 @@ class HostReads(TorchDispatchMode):
         self.found: dict[str, Counter[tuple[str, str]]] = {}
         self._phase = "start"
         self._values: WeakKeyDictionary[torch.UntypedStorage, list] = WeakKeyDictionary()
+        self._pinned: WeakSet[torch.UntypedStorage] = WeakSet()
         self._last: tuple | None = None
 
     @contextlib.contextmanager
@@ -282,6 +285,8 @@ class HostReads(TorchDispatchMode):
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
                     self._values.pop(tensor.untyped_storage(), None)
+        if kwargs.get("pin_memory"):
+            self._pinned.add(result.untyped_storage())
         if func in (aten._to_copy.default, aten.copy_.default):
             source, target = (args[1], args[0]) if func is aten.copy_.default else (args[0], result)
             self._copied(source, target, kwargs.get("non_blocking", len(args) > 2 and args[2]))
@@ -318,7 +323,8 @@ class HostReads(TorchDispatchMode):
 
     def _copied(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
         if source.is_cuda and target.device.type == "cpu":
-            self._note("copy to the host", source)
+            if not (non_blocking and target.untyped_storage() in self._pinned):
+                self._note("copy to the host", source)
         elif source.device.type == "cpu" and target.is_cuda and not non_blocking:
             self._note("copy to the device", source)
         values = self._values.get(source.untyped_storage())

@@ -240,8 +240,8 @@ WRONG = {
     "unknown key": (
         "grid: {x: 2}\n  overlp: {}",
         "unknown key 'overlp'; it may hold grid, overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, "
-        "tune_matmuls, layout, experts, context_attention, allow_untested, async_save, save_failure, schedule, "
-        "stages_per_rank, stage_layers, order, load: did you",
+        "tune_matmuls, layout, experts, context_attention, allow_untested, offload, async_save, save_failure, "
+        "schedule, stages_per_rank, stage_layers, order, load: did you",
     ),
     "load": ("grid: {x: 2}\n  load: lazy", "load is 'lazy', but it is one of whole, sharded."),
     "product": ("grid: {x: 4}", "= 4, but 2 process(es) are to run: start 4 processes (num_processes: 4), or choose"),

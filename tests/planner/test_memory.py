@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from hf_axonn.layers import moe
 from hf_axonn.planner.dense import DenseShape
-from hf_axonn.planner.memory import FOREIGN_BYTES, _saved_by_experts, local_parameters, memory
+from hf_axonn.planner.memory import FOREIGN_BYTES, MOMENT_BUCKET, _saved_by_experts, local_parameters, memory
 from hf_axonn.planner.shapes import ExpertsShape
 from hf_axonn.planner.step import Step
 from hf_axonn.profiling.read_shape import build_shape
@@ -25,7 +25,9 @@ def test_memory_by_hand():
     local = (2 * layer + 2 * 12 * 8) // 4 + 5 * 8
     assert local_parameters(shape, grid) == local
     needed = memory(shape, grid, step)
-    assert needed.states == 16 * local
+    assert needed.states == 16 * local and needed.by_kind()["optimizer"] == 8 * local
+    offloaded = memory(shape, grid, replace(step, offload="optimizer"))  # one bucket holds all of it
+    assert offloaded.total == needed.total
     # two layers in bf16, half of the features each; the gradients of up and gate, and of down, in fp32
     assert needed.gathered == 2 * (layer // 2) * 2 + (16 * 8 + 8 * 8) * 4
     # the inputs of two layers in fp32 [4 tokens / 2, 8], and what the last norm keeps, twice that
@@ -118,3 +120,11 @@ def test_few_pairs_of_other_ranks_are_taken_along_on_gpus():
         experts = next(part for layer, _ in shape.kinds for part in layer.parts if isinstance(part, ExpertsShape))
         saved = _saved_by_experts(shape, experts, grid, replace(step, rows=rows), gloo)
         assert saved == pairs * rows * 8 * features * 2
+
+
+def test_moments_in_host_memory_are_on_the_device_in_buckets():
+    shape, grid = DenseShape(layers=32, hidden=4096, heads=32, intermediate=14336, vocab=128256), Grid(z=8)
+    step = Step(rows=1, seq=4096, checkpointing=True)
+    needed, offloaded = (memory(shape, grid, replace(step, offload=kind)) for kind in ("none", "optimizer"))
+    assert needed.states - offloaded.states == needed.total - offloaded.total == needed.moments - 3 * MOMENT_BUCKET
+    assert offloaded.by_kind()["parameters"] == needed.by_kind()["parameters"]
