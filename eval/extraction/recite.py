@@ -91,7 +91,7 @@ class Recital:
 
 
 class Written:
-    """What was written of each sample so far, in a file; without a directory in memory alone.
+    """Text that was written of each sample so far, in a file; without a directory in memory alone.
 
     Args:
         directory: of the run.

@@ -32,8 +32,8 @@ class Reciter(Runner):
     @contextlib.contextmanager
     def prepare(self, survey: Survey) -> Iterator[None]:
         """Choose how many documents are written together; inside, the model is in eval mode."""
-        asked = self.batch_size if isinstance(self.batch_size, int) else ROWS
-        self.rows = self.planned = self.decoded = asked if scoring.may_be_padded(self.model) else 1
+        rows = self.batch_size if isinstance(self.batch_size, int) else ROWS
+        self.rows = self.planned = self.decoded = rows if scoring.may_be_padded(self.model) else 1
         cost = self._recital.cost(survey.lengths)
         self.plan = {"rows": self.rows, "tokens": cost.read + cost.written, "steps": cost.steps}
         with scoring.evaluating(self.model):

@@ -73,12 +73,12 @@ def _row(name: str, result: SampleResult, recall: float) -> list[str]:
 def _answer(name: str, result: SampleResult, recall: float) -> dict[str, Any]:
     blocks = _blocks(result)
     true = {place for block in blocks for run in block for place in range(run.true, run.true + run.size)}
-    said = {place for block in blocks for run in block for place in range(run.generated, run.generated + run.size)}
+    recited = {place for block in blocks for run in block for place in range(run.generated, run.generated + run.size)}
     return {
         "run": name,
         "verdict": f"{recall:.1%} near-verbatim",
         "true": _spans(result.suffix_text or "", true),
-        "generated": _spans(result.generated_text or "", said),
+        "generated": _spans(result.generated_text or "", recited),
     }
 
 

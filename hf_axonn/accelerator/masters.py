@@ -4,6 +4,7 @@ memory (engine/host_moments.py)."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
@@ -17,6 +18,9 @@ from hf_axonn.parallel.sharded_model import sharded_model
 
 class MasterMethods:
     """Methods of Accelerator, on a grid of any size."""
+
+    axonn_plugin: Any
+    device: torch.device
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
         """Prepare as the stock method; under mixed precision trained weights become float32 before, and with `offload:

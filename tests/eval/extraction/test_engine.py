@@ -169,8 +169,8 @@ def with_beginnings(some: list[Sample]) -> list[Sample]:
     ]
 
 
-# Quick are fewer samples, and recitals and near copies where a model is divided, the latter of one family: they take as
-# long as all other options together.
+# Quick are fewer samples, and recitals and near copies where a model is divided, the latter of one family: they take
+# as long as all other options together.
 WHOLE = [(grid, len(OPTIONS) - back) for grid in ("plain2", "data2") for back in (1, 2)]
 
 
