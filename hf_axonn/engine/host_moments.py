@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_axonn.planner.memory import MOMENT_BUCKET
 
-
-BUCKET_BYTES = MOMENT_BUCKET  # three are on the device at once; a parameter with larger moments is one by itself
+BUCKET_BYTES = 2**27  # three are on the device at once; a parameter with larger moments is one by itself
 
 
 def is_moment(name: str, value: Any, parameter: Tensor) -> bool:

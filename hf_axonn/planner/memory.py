@@ -50,7 +50,7 @@ from hf_axonn.topology.weight_kind import WeightKind
 RESERVE = 0.1  # share of a GPU's memory that a plan leaves free: an assumption
 FOREIGN_BYTES = 2**25  # layers/moe.py: up to so much a GPU takes pairs of other ranks' experts along, in bf16
 ADAPTER_BYTES = 4  # of an element of LoRA: PEFT makes adapters in float32
-MOMENT_BUCKET = 2**27  # bytes of moments that are updated together if they lie in host memory
+MOMENT_BUCKET = 2**27  # bytes, as in engine/host_moments.py
 ORIGIN = {"data": 0, "z": 0, "y": 0, "x": 0}  # rank 0 holds the longest shards
 
 

@@ -16,9 +16,11 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import start_all_gather
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine import gradient_sync as gradients
+from hf_axonn.engine import host_moments
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.losses import head_chunks
 from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.memory import MOMENT_BUCKET
 from hf_axonn.planner.shapes import gathers_keys
 from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic import volumes as arithmetic
@@ -218,6 +220,7 @@ def test_rows_over_context_send_what_volumes_says(name, monkeypatch):
 
 def test_sizes_of_chunks_and_buckets_are_those_of_the_engine():
     assert (arithmetic.CHUNK_LOGITS, arithmetic.BUCKET_BYTES) == (head_chunks.CHUNK_LOGITS, gradients.BUCKET_BYTES)
+    assert MOMENT_BUCKET == host_moments.BUCKET_BYTES
 
 
 def phases_and_axes():
