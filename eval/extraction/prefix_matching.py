@@ -24,9 +24,8 @@ class Match(NamedTuple):
     """Match of a suffix: `tokens` of it before the first miss, and the `margin`, in nats.
 
     The margin of a suffix that was met in full is that of `Score`. Else it is how far the true token is behind at the
-    first miss: what comes after is not known, so the sample may be further from being extracted than this says.
-
-    None where a text was written without the log-probabilities of the true one.
+    first miss: what comes after is not known, so the sample may be further from being extracted than this says. None
+    where a text was written, and the true one not scored.
 
     `known` is the model's greedy continuation as far as that tells it: up to and including the first miss.
     """

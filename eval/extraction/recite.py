@@ -172,7 +172,8 @@ def recite_steps(
         while going := [place for place in going if recital.next_step(samples[place], written[place])]:
             sizes = [recital.next_step(samples[place], written[place]) for place in going]
             prompts = [recital.prompt(samples[place], written[place]) for place in going]
-            new = go_on(prompts, max(sizes))
+            # a search for fewer tokens may find others: the last step is searched in full, and cut
+            new = go_on(prompts, max(sizes) if recital.beams == 1 else recital.step)
             steps = [(place, tokens[:size]) for place, tokens, size in zip(going, new, sizes, strict=True)]
             for place, tokens in steps:
                 written[place] += tokens
