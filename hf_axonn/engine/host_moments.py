@@ -7,8 +7,8 @@ they lie in host memory, which is pinned on CUDA, and a step goes through the pa
     step      the optimizer's own step updates the parameters and moments of this one
     leave     the moments of the one before are copied back
 
-Copies run beside the updates, each way on a stream of its own; the last ones run on into the next forward pass. The
-device computes with the same numbers, so every bit is as without.
+Copies run beside the updates, each way on a stream of its own. The host does not wait for them, the device for the
+first bucket to arrive and the last one to leave. It computes with the same numbers, so every bit is as without.
 """
 
 from __future__ import annotations
