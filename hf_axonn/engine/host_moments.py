@@ -62,7 +62,8 @@ class HostMoments:
         """Call the optimizer's own step, which sees plain tensors, for one bucket after the other."""
         groups = [group["params"] for group in optimizer.param_groups]
         buckets = divide(groups)
-        here, leaving = self._module.current_stream(), None
+        here = self._module.current_stream()
+        leaving: Bucket | None = None
         self._arrivals.wait_stream(self._departures)  # of the step before
         try:
             for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
