@@ -134,3 +134,15 @@ def test_the_benchmark_of_planning_runs():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert [line.split("|")[1].strip() for line in done.stdout.splitlines()[2:]] == ["64", "128"]
+
+
+@pytest.mark.slow
+def test_rank_0_opens_few_files_of_many_ranks():
+    """The table of docs/checkpoints.md, on fewer ranks: collectives of a load, and files that a save opens."""
+    command = [sys.executable, "-m", "tests.benchmarks.checkpoint.checkpoint_messages", "--ranks", "64,256"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
+    opened = {(ranks, what): int(number) for ranks, what, *_, number, _ in rows}
+    assert opened["256", "save, rank 0"] <= opened["64", "save, rank 0"] + 3
+    assert opened["256", "load, rank 0"] <= 3
