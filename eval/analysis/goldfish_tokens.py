@@ -117,6 +117,35 @@ def token_masks(
     return TokenMasks(place, np.concatenate(found) if found else np.zeros(0, dtype=np.int8), settings)
 
 
+def recorded_mask(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings for `token_masks` that the training records of runs name.
+
+    Args:
+        records: run.json by the name of the run.
+    Raises:
+        ValueError: no record names a goldfish loss, two name another one each, or the mask needs more than the
+            tokens of a sample: labels as the authors' code packs them, or a table that is not that of every CPU.
+    """
+    from hf_axonn.goldfish.record import all_parts, describe_loss, is_record, loss_of, trained_with_goldfish
+    from hf_axonn.goldfish.table import CPU_TABLE_SHA256
+
+    remedy = "give the settings: --goldfish strategy=hash-table,k=4,context_width=13."
+    found: dict[str, dict[str, Any]] = {}
+    for name, run in records.items():
+        record = (run.get("model") or {}).get("training")
+        for part in all_parts(record) if is_record(record) else ():
+            if trained_with_goldfish(part):
+                found.setdefault(f"{name} with {describe_loss(part)}", loss_of(part))
+    losses = list(found.values())
+    if not losses or any(loss != losses[0] for loss in losses):
+        trained = "; ".join(found) or "no training record of these runs names a goldfish loss"
+        raise ValueError(f"--goldfish without settings takes those of training records, but: {trained}: {remedy}")
+    settings = losses[0]
+    if settings.get("as_reference") or settings.get("table_sha256", CPU_TABLE_SHA256) != CPU_TABLE_SHA256:
+        raise ValueError(f"--goldfish: the mask of {next(iter(found))} needs more than the record: {remedy}")
+    return {name: settings[name] for name in ("strategy", "k", "context_width") if name in settings}
+
+
 def goldfish_tokens(
     runs: Mapping[str, Iterable[SampleResult]], masks: TokenMasks, *, confidence: float = 0.95
 ) -> dict[str, Any]:

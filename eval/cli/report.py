@@ -19,6 +19,9 @@ from hf_axonn_eval.cli.common import (
 from hf_axonn_eval.cli.samples import add_document_options, all_documents
 
 
+RECORDED = "recorded"  # --goldfish without settings
+
+
 def add(commands) -> None:
     """Add the two commands."""
     add = command(commands, "report", "a report on one model or several: table, Markdown, JSON, HTML page", run_report)
@@ -32,7 +35,8 @@ def add(commands) -> None:
     add("--title", metavar="TEXT", help="heading of the report (default: the names of runs and models)")
     grids = "runs of these models at several offsets and prefix lengths, for the grids of both (default: --runs)"
     add("--offset_runs", reads="run", nargs="+", metavar="NAME=DIR", help=grids)
-    add("--goldfish", metavar="MASK", help="the mask of training, such as strategy=hash-table,k=4,context_width=13")
+    mask = "the mask of training, such as strategy=hash-table,k=4,context_width=13 (without: that of training records)"
+    add("--goldfish", nargs="?", const=RECORDED, metavar="MASK", help=mask)
     for unit in ("queries", "tokens"):
         add(f"--budget_{unit}", type=at_least_one, nargs="+", default=(), help=f"what so many {unit} extract")
     add_document_options(add, required=False)
@@ -47,18 +51,24 @@ def add(commands) -> None:
 
 def run_report(arguments: argparse.Namespace) -> None:
     """Show the table, and write the files of the report."""
+    from hf_axonn_eval.analysis.goldfish_tokens import recorded_mask
     from hf_axonn_eval.analysis.summary import choose_base
     from hf_axonn_eval.data.samples import read_samples
     from hf_axonn_eval.report.write import write_report
 
     goldfish: dict[str, Any] = {}
-    if arguments.goldfish is not None:
+    if arguments.goldfish not in (None, RECORDED):
         kinds = {"strategy": str, "k": int, "context_width": int, "table": str}
         goldfish = read_settings("--goldfish", arguments.goldfish, kinds, "strategy=hash-table,k=4,context_width=13")
-    for option, given in (("--goldfish", goldfish), ("--documents", arguments.documents or arguments.control)):
+    for option, given in (
+        ("--goldfish", arguments.goldfish is not None),
+        ("--documents", arguments.documents or arguments.control),
+    ):
         if given and arguments.samples is None:
             raise ValueError(f"{option} needs the samples of the runs: give --samples, too.")
     runs, records = read_runs(arguments.runs)
+    if arguments.goldfish == RECORDED:
+        goldfish = recorded_mask(records)
     samples = tokenizer = None
     if arguments.samples is not None:
         samples = read_samples(arguments.samples)

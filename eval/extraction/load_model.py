@@ -1,5 +1,6 @@
 """Load what is to be measured: an HF model, or a sharded checkpoint, on one process or on a grid."""
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable
@@ -50,8 +51,8 @@ def load_model(
         check_tokenizer: called with the tokenizer before any weight is read; it raises ValueError, on every rank
             alike, if the tokenizer is the wrong one.
     Raises:
-        ValueError: nothing there, weights missing, a grid that is not the number of processes, no tokenizer, or a
-            revision of a directory. On every rank alike.
+        ValueError: nothing there, weights missing, a grid that is not the number of processes, no tokenizer, a
+            revision of a directory, or a training record that its model card contradicts. On every rank alike.
     Collectives: over the world; with a grid, those of `hf_axonn.from_pretrained`.
     """
     if dtype not in DTYPES:
@@ -134,21 +135,24 @@ def start_distributed() -> None:
 
 
 def _training_record(path: str | os.PathLike, directory: Path | None, revision: str | None) -> dict[str, Any] | None:
-    """Read the training record beside the weights; None without one, or with a damaged one, which a warning names."""
-    from hf_axonn.goldfish.record import RECORD, read_or_none
+    """Read the training record beside the weights, or that of the model card; None without one, or with a damaged one,
+    which a warning names.
+
+    Raises:
+        ValueError: both are there, and contradict each other.
+    """
+    from hf_axonn.goldfish.card import CARD, find_record
+    from hf_axonn.goldfish.record import RECORD
 
     if directory is None:
         from transformers.utils.hub import cached_file
 
         options = {} if revision is None else {"revision": revision}
-        try:
-            found = cached_file(str(path), RECORD, _raise_exceptions_for_missing_entries=False, **options)
-        except OSError:
-            found = None
-        if found is None:
-            return None
-        directory = Path(found).parent
-    return read_or_none(directory)
+        for name in (RECORD, CARD):
+            with contextlib.suppress(OSError):
+                found = cached_file(str(path), name, _raise_exceptions_for_missing_entries=False, **options)
+                directory = directory if found is None else Path(found).parent
+    return None if directory is None else find_record(directory)
 
 
 def _directory(path: str | os.PathLike) -> Path | None:

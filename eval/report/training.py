@@ -7,7 +7,7 @@ itself wrote down; a model without one may have been trained on anything.
 from collections.abc import Mapping
 from typing import Any
 
-from hf_axonn.goldfish.record import describe_counts, describe_loss, is_record
+from hf_axonn.goldfish.record import all_parts, describe_counts, describe_loss, is_record
 from hf_axonn_eval.data.access import access_of
 from hf_axonn_eval.report.words import join_words
 
@@ -62,17 +62,12 @@ def records(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     body = []
     for name, summary in comparison["runs"].items():
         record = record_of(summary)
-        for number, part in enumerate(_all_parts(record) if record is not None else (), start=1):
+        for number, part in enumerate(all_parts(record) if record is not None else (), start=1):
             data = part.get("data") or {}
             rows = UNKNOWN if data.get("rows") is None else f"{data['rows']:,}"
             digest = (data.get("rows_sha256") or "")[:SHORT] or f"{UNKNOWN}: {data.get('why', 'no record')}"
             body.append([name, str(number), describe_loss(part), *describe_counts(part), rows, digest])
     return ["model", "part", "loss", "steps", "tokens", "dropped", "rows", "rows, sha256"], body
-
-
-def _all_parts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    earlier = record.get("earlier")
-    return [*(_all_parts(earlier) if earlier else []), *record["parts"]]
 
 
 def _date(run: Mapping[str, Any]) -> str:

@@ -188,24 +188,9 @@ def read_or_none(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
 
 
-def card(record: Mapping[str, Any]) -> str:
-    """Write the section of a model card, as Markdown that follows a text; "" if nothing was trained."""
-    if not record["parts"]:
-        return ""
-    lines = ["", "", "## Training record", "", f"From `{RECORD}`, which lies beside the weights.", ""]
-    lines += ["| loss | steps | tokens | dropped | rows | SHA-256 of the rows |", "|" + " --- |" * 6]
-    for part in record["parts"]:
-        data = part.get("data") or {}
-        cells = [describe_loss(part), *(describe_counts(part))]
-        cells += ["unknown" if data.get("rows") is None else f"{data['rows']:,}"]
-        cells += [data.get("rows_sha256") or f"unknown: {data.get('why', 'no record')}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
 def describe_loss(part: Mapping[str, Any]) -> str:
     """Say in words which loss a part of a record was trained with."""
-    if part["strategy"] in ("none", UNKNOWN):
+    if not trained_with_goldfish(part):
         return {"none": "ordinary loss", UNKNOWN: UNKNOWN}[part["strategy"]]
     if part.get("k") is None:  # not of goldfish
         about = {name: value for name, value in part.items() if name not in (*_COUNTS, "strategy", "data", "started")}
@@ -242,6 +227,22 @@ def _check(record: Any, depth: int = 0) -> None:
             raise ValueError(f"data are {data!r}")
     if record.get("earlier") is not None:
         _check(record["earlier"], depth + 1)
+
+
+def all_parts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the parts of a record, those of earlier ones first."""
+    earlier = record.get("earlier")
+    return [*(all_parts(earlier) if earlier else []), *record["parts"]]
+
+
+def loss_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the loss of a part."""
+    return {name: value for name, value in _settings(part).items() if name != "data"}
+
+
+def trained_with_goldfish(part: Mapping[str, Any]) -> bool:
+    """Return whether a part was trained with the goldfish loss."""
+    return part["strategy"] not in ("none", UNKNOWN)
 
 
 def _settings(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from hf_axonn.goldfish.record import RECORD, Data, TrainingRecord, card
+from hf_axonn.goldfish.card import add_record
+from hf_axonn.goldfish.record import RECORD, Data, TrainingRecord
 from hf_axonn.losses.causal_lm import widest_float
 from hf_axonn.trainer.accumulation import from_last_stage
+from hf_axonn.trainer.model_card import CARD
 
 
 if TYPE_CHECKING:
@@ -55,11 +57,9 @@ class RecordingMixin(_MixedInto):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the model card as the Trainer does, and add the training record."""
         super().create_model_card(*args, **kwargs)
-        path = Path(str(self.args.output_dir), "README.md")
-        if self.is_world_process_zero() and path.is_file():
-            path.write_text(
-                path.read_text(encoding="utf-8").rstrip() + card(self._training_record.as_dict()), encoding="utf-8"
-            )
+        directory = str(self.args.output_dir)
+        if self.is_world_process_zero() and Path(directory, CARD).is_file():
+            add_record(self._training_record.as_dict(), directory)
 
     def count_labels(self, loss: Mapping[str, Any], labels: Tensor, dropped: Tensor) -> None:
         """Count a batch that will be trained on. No communication.

@@ -21,6 +21,7 @@ import torch
 from hf_axonn.compat.extras import lacking
 from hf_axonn.goldfish.config import GoldfishConfig
 from hf_axonn.goldfish.trainer import SAMPLE_LENGTHS, GoldfishMixin
+from hf_axonn.trainer import hooks as trainer_hooks
 from hf_axonn.trainer import trl as compat_trl
 
 
@@ -33,6 +34,7 @@ except ModuleNotFoundError as error:
     raise ImportError(f"GoldfishSFTTrainer is a trainer of TRL: {reason}") from error
 
 compat_trl.install()
+trainer_hooks.install_cards_of_trl()
 
 
 # SFTConfig comes first: a dataclass takes the default of a field from the first base that has it.

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.trainer import accumulation, hub, liger, resume, rollouts, saving, smoothing, trl, watching
 
 
+TRL_BASE = "trl.trainer.base_trainer"
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", *SCHEDULE_FREE)
 
@@ -43,7 +44,17 @@ def install_when_imported() -> None:
     after_import("transformers.training_args", compute_where_launched)
     after_import("transformers.trainer", _install_trainer)
     after_import(trl.MODULE, trl.install)
+    install_cards_of_trl()
     rollouts.install_when_imported()
+
+
+def install_cards_of_trl() -> None:
+    """Wrap the method by which TRL's trainers write model cards, as soon as it is imported: it replaces Trainer's."""
+    after_import(TRL_BASE, _install_cards)
+
+
+def _install_cards() -> None:
+    _wrap(vars(sys.modules[TRL_BASE])["_BaseTrainer"], (hub.create_model_card,))
 
 
 def _install_trainer() -> None:
@@ -58,9 +69,15 @@ def install(trainer_class: type) -> None:
     """
     if "axonn_wrapped" in vars(trainer_class):
         return
-    methods = {wrapper.__name__: getattr(trainer_class, wrapper.__name__) for wrapper in WRAPPERS}
+    _wrap(trainer_class, WRAPPERS)
     _install_functions()
-    for wrapper in WRAPPERS:  # some methods have two, the later one around the earlier
+
+
+def _wrap(trainer_class: type, wrappers: Iterable[Callable]) -> None:
+    if "axonn_wrapped" in vars(trainer_class):
+        return
+    methods = {wrapper.__name__: getattr(trainer_class, wrapper.__name__) for wrapper in wrappers}
+    for wrapper in wrappers:  # some methods have two, the later one around the earlier
         original = methods[wrapper.__name__]
         methods[wrapper.__name__] = functools.wraps(original)(_bound(wrapper, original))
     for name, method in methods.items():

@@ -26,6 +26,7 @@ from hf_axonn.distributed.consistency import first_problem
 from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import parallel_state
+from hf_axonn.trainer.model_card import CARD, add_run
 
 
 EXPORTED = "_axonn-hub"  # what begins with _ is never uploaded
@@ -70,15 +71,22 @@ def save_model(self, original: Callable, output_dir: str | None = None, _interna
 
 
 def create_model_card(self, original: Callable, *args, **kwargs) -> None:
-    """Correct the batch sizes of the model card: Trainer takes every rank for a reader of its own samples."""
+    """Add the run to the card that Trainer or TRL writes, on rank 0: for parallelized models, and for trainers that
+    keep a training record. Batch sizes are corrected: Trainer takes every rank for a reader of its own samples."""
     original(*args, **kwargs)
-    state = parallel_state(self.model)
-    card = Path(self.args.output_dir, "README.md")
-    if state is None or not self.is_world_process_zero() or not card.is_file():
+    state, directory = parallel_state(self.model), Path(self.args.output_dir)
+    recording = hasattr(self, "save_training_record")
+    path = directory / CARD
+    if not (state is not None or recording) or not self.is_world_process_zero() or not path.is_file():
         return
-    copies = state.grid_mesh.size(*SAME_SAMPLES)
-    text = TOTAL.sub(lambda found: f"{found[1]}{int(found[2]) // copies}", card.read_text(encoding="utf-8"))
-    card.write_text(text, encoding="utf-8")
+    if state is not None:
+        model = self.accelerator.unwrap_model(self.model)
+        if hasattr(model, "peft_config"):
+            model.create_or_update_model_card(str(directory))
+        copies = state.grid_mesh.size(*SAME_SAMPLES)
+        text = TOTAL.sub(lambda found: f"{found[1]}{int(found[2]) // copies}", path.read_text(encoding="utf-8"))
+        path.write_text(text, encoding="utf-8")
+    add_run(self, directory)
 
 
 def _push_from_checkpoint(self, original: Callable, checkpoint_folder: str) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, IterableDataset, List, Value
+from huggingface_hub import ModelCard, metadata_load, metadata_save
 
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid
 from hf_axonn.checkpoint.export import export_hf
 from hf_axonn.checkpoint.manifest import check_complete
+from hf_axonn.goldfish.card import find_record, section
 from hf_axonn.goldfish.mask import goldfish_mask
-from hf_axonn.goldfish.record import FORMAT, MOST_BYTES, RECORD, Data, TrainingRecord, card, read_record
+from hf_axonn.goldfish.record import FORMAT, MOST_BYTES, RECORD, Data, TrainingRecord, read_record
 from hf_axonn.goldfish.table import CPU_TABLE_SHA256
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
@@ -161,7 +163,7 @@ def test_what_a_checkpoint_without_a_record_was_trained_on_is_unknown(whole, tmp
             trainer.train(resume_from_checkpoint=str(start))
         record = read_record(tmp_path / name / "checkpoint-6")
         assert [(part["strategy"], part["steps"]) for part in record["parts"]] == [("unknown", 4), ("hash-table", 2)]
-        assert record["steps"] == 6 and record["tokens"] is None and "unknown" in card(record)
+        assert record["steps"] == 6 and record["tokens"] is None and "unknown" in section(record)
         assert (RECORD in caplog.text) == (content is not None)
         caplog.clear()
 
@@ -203,11 +205,41 @@ def test_a_model_card_has_it_and_a_model_that_is_trained_on_keeps_the_earlier_on
     assert "Training record" not in (tmp_path / "new" / "README.md").read_text()
 
 
+def test_the_card_stands_in_for_the_record_and_a_contradiction_is_refused(whole, tmp_path, caplog):
+    trainer = trainer_for(tmp_path)
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    card, record = ModelCard.load(tmp_path / "README.md"), read_record(tmp_path)
+    assert card.data.library_name == "transformers"
+    assert {"generated_from_trainer", "hf_axonn", "goldfish-loss"} <= set(card.data.tags)
+    entry = card.data.to_dict()["hf_axonn"]
+    assert entry["batch"] == {"samples": 4, "per_device": 2, "accumulation": 2} and entry["steps"] == 6
+    assert entry["loss"] > 0 and entry["versions"]["torch"] == torch.__version__ and "grid" not in entry
+    assert f"- 6 steps, last loss {entry['loss']:.4f}" in card.text and "- no grid, 1 process(es)" in card.text
+
+    (tmp_path / RECORD).unlink()
+    found = find_record(tmp_path)
+    assert {**found, "saved": None} == {**record, "saved": None}
+    TrainingRecord(str(whole)).write(tmp_path)
+    assert find_record(tmp_path) == read_record(whole), "the same loss: the file counts"
+    metadata = metadata_load(tmp_path / "README.md")
+    metadata["hf_axonn"]["training_record"]["parts"][0]["k"] = 4
+    metadata_save(tmp_path / "README.md", metadata)
+    with pytest.raises(ValueError, match=r"training_record\.json .*k=3, .*README\.md .*k=4, .*remove"):
+        find_record(tmp_path)
+    for broken in ("---\nhf_axonn: {training_record: {}}\n---\n", "---\na: [\n---\n", "no metadata\n"):
+        (tmp_path / "README.md").write_text(broken)
+        assert find_record(tmp_path) == read_record(whole)
+    assert "is no training record" in caplog.text and "is no model card" in caplog.text
+
+
 def _on_a_grid(folder: Path) -> None:
     for name, grid in (("z", Grid(z=2)), ("y", Grid(y=2)), ("pipe", Grid(pipe=2)), ("context", Grid(z=2, context=2))):
         trainer = make_trainer(folder / name, grid, kind="llama", max_steps=2, save_steps=2, eval_strategy="no")
         trainer.train()
         trainer.save_model()
+        trainer.create_model_card()
 
 
 def test_on_a_grid_it_is_under_the_manifest_and_survives_export_and_another_grid(tmp_path):
@@ -219,6 +251,11 @@ def test_on_a_grid_it_is_under_the_manifest_and_survives_export_and_another_grid
         for folder in (tmp_path / name, tmp_path / name / "checkpoint-2"):
             assert RECORD in check_complete(folder).files
             assert counts(read_record(folder)) == counts(truth), name
+    for name, axes in (("z", {"z": 2}), ("y", {"y": 2}), ("pipe", {"pipe": 2}), ("context", {"z": 2, "context": 2})):
+        entry = ModelCard.load(tmp_path / name / "README.md").data.to_dict()["hf_axonn"]
+        assert entry["grid"] == Grid(**axes).as_dict() and counts(entry["training_record"]) == counts(truth)
+        per_device = 4 // Grid(**axes).dp_size
+        assert entry["batch"] == {"samples": 8, "per_device": per_device, "accumulation": 2}, name
     checkpoint = tmp_path / "z" / "checkpoint-2"
     export_hf(checkpoint, tmp_path / "exported")
     assert (tmp_path / "exported" / RECORD).read_bytes() == (checkpoint / RECORD).read_bytes()

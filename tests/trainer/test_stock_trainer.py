@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import Adafactor, AdafactorSchedule
 
@@ -402,7 +403,8 @@ def assert_ordinary(hub: Path, parameters: dict) -> None:
         }
         read = AutoModelForCausalLM.from_pretrained(hub / name).named_parameters()
         assert max(relative_errors(dict(read), parameters).values()) < BOUND, name
-    assert "total_train_batch_size: 8\n" in (hub / "the-end" / "README.md").read_text()
+    card = ModelCard.load(hub / "the-end" / "README.md")
+    assert "total_train_batch_size: 8\n" in card.text and card.data.to_dict()["hf_axonn"]["grid"] == LAST.as_dict()
     assert (hub / "Training-in-progress,-step-2,-checkpoint" / "last-checkpoint" / "axonn_checkpoint.json").is_file()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hf_axonn.goldfish.mask import goldfish_mask
 from hf_axonn_eval import Sampling, build_samples, extract
-from hf_axonn_eval.analysis.goldfish_tokens import TokenMasks, goldfish_tokens, token_masks
+from hf_axonn_eval.analysis.goldfish_tokens import TokenMasks, goldfish_tokens, recorded_mask, token_masks
 from hf_axonn_eval.analysis.intervals import jackknife_interval, kish, mean_intervals
 from tests.helpers.eval_support import documents, result, tiny_llama, topics_tokenizer
 
@@ -226,3 +226,22 @@ def test_with_another_k_a_part_of_it_is_seen():
     full = differences()["goldfish", "40"]
     for k in (2, 7):
         assert 0.4 < differences(k=k)["goldfish", "40"] < full - 0.1
+
+
+def test_the_mask_is_that_of_training_records():
+    def run(*parts: dict, earlier: dict | None = None) -> dict:
+        counts = {"steps": 1, "tokens": 9, "dropped": 2}
+        record = {"format": "hf_axonn training record 1", **counts, "earlier": earlier}
+        return {"model": {"training": record | {"parts": [counts | {"data": {}} | part for part in parts]}}}
+
+    ordinary, mask = {"strategy": "none"}, {"strategy": "hash", "k": 3, "context_width": 5}
+    trained = run(ordinary, mask)
+    assert recorded_mask({"base": {"model": {}}, "a": run(ordinary), "b": trained}) == mask
+    assert recorded_mask({"a": run(ordinary, earlier=trained["model"]["training"])}) == mask
+    with pytest.raises(ValueError, match=r"a with .*k=3.*; b with .*k=4"):
+        recorded_mask({"a": trained, "b": run(mask | {"k": 4})})
+    with pytest.raises(ValueError, match="no training record of these runs names a goldfish loss"):
+        recorded_mask({"a": run(ordinary), "b": {"model": None}})
+    for more in ({"table_sha256": "0" * 64}, {"as_reference": True, "ignored_token": -1}):
+        with pytest.raises(ValueError, match="needs more than the record"):
+            recorded_mask({"a": run(mask | more)})
