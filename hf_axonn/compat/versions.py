@@ -44,7 +44,9 @@ def refusal(*libraries: str) -> str:
     else:
         if not found:
             return ""
-        wrong = " and ".join(f"{item.name} {outside(item)} is installed, proven is {bounds(item)}" for item in found)
+        wrong = " and ".join(
+            f"{item.name} {outside(item)} is installed, proven is {bounds(item)}{_last_proven(item)}" for item in found
+        )
         proven = " ".join(f'"{item.name}{bounds(item)}"' for item in found)
         reason = f"{wrong}: losses could be wrong without a word. Run pip install {proven}"
     if os.environ.get(SWITCH) == "0":
@@ -98,3 +100,11 @@ def outside(requirement: Requirement) -> str:
 def bounds(requirement: Requirement) -> str:
     """The range of a requirement, the lower bound first."""
     return ",".join(sorted(map(str, requirement.specifier), reverse=True))
+
+
+def _last_proven(requirement: Requirement) -> str:
+    """Name the last minor release below the upper bound of a requirement: 5.24 of <5.25."""
+    for upper in (Version(item.version) for item in requirement.specifier if item.operator == "<"):
+        last = f"{upper.major}.{upper.minor - 1}" if upper.minor else str(upper.major - 1)
+        return f", the last is {last}"
+    return ""

@@ -49,7 +49,7 @@ def unproven(monkeypatch) -> str:
 def test_patch_releases_are_proven_and_other_minor_releases_are_not(monkeypatch, release, proven):
     monkeypatch.setattr(versions, "requires", lambda _: ["transformers<5.24,>=5.23", "torch>=2"])
     monkeypatch.setattr(transformers, "__version__", release)
-    expected = "" if proven else f"transformers {release} is installed, proven is >=5.23,<5.24: "
+    expected = "" if proven else f"transformers {release} is installed, proven is >=5.23,<5.24, the last is 5.23: "
     assert versions.refusal().partition("losses")[0] == expected
 
 
