@@ -318,6 +318,11 @@ def parse_grid(sizes: Any) -> Grid:
     if not isinstance(sizes, Mapping):
         raise ValueError(f"axonn_config.grid is {sizes!r}, but it maps axes to sizes: write {GRID_EXAMPLE}.")
     _check_keys("axonn_config.grid", sizes, ["data", "pipe", "z", "y", "x", "context"])
+    if sizes.get("data") == "auto":
+        raise ValueError(
+            "axonn_config.grid has data: auto, which only the launcher can resolve, from the number of processes: "
+            "start with accelerate launch or axonn-launch, or write a size."
+        )
     return Grid(**sizes)
 
 

@@ -22,6 +22,7 @@ from hf_axonn.compat.arguments import VERSION
 from hf_axonn.compat.versions import bounds, check_versions, requirements
 from hf_axonn.config import LAUNCH_FILE, VARIABLE
 from hf_axonn.launch.failed_ranks import shorten_child_failures
+from hf_axonn.launch.forwarding import forward_signals
 from hf_axonn.launch.launch_file import SECTION, check_spelling, resolve
 from hf_axonn.topology.upstream_sizes import PREFIX
 
@@ -52,6 +53,7 @@ def prepare_or_exit(arguments: Sequence[str]) -> list[str]:
         raise SystemExit(2) from None
     if VARIABLE in os.environ:  # a launch over a grid
         shorten_child_failures()
+        forward_signals()
     return prepared
 
 

@@ -5,9 +5,15 @@ The reason is what the rank has printed itself, and forty lines below it nobody 
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from types import TracebackType
 from typing import Any
+
+
+STOPPED = 75  # what ranks end with that a signal has asked to stop (distributed/stopping.py, which imports torch)
+LINGER = 3.0  # seconds after that: srun ends the launchers of other nodes as soon as the first one has failed
 
 
 def shorten_child_failures() -> None:
@@ -21,8 +27,14 @@ def shorten_child_failures() -> None:
         if kind.__name__ != "ChildFailedError":  # torchrun's; its module takes long to import
             stock(kind, error, traceback)
             return
-        print(*describe_failures(error), sep="\n", file=sys.stderr)
-        raise SystemExit(exit_code(error))
+        code = exit_code(error)
+        if code == STOPPED:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of srun, which ends with the largest exit code
+            print(f"hf_axonn: the ranks have saved and stopped: exit code {code}.", file=sys.stderr)
+            time.sleep(LINGER)
+        else:
+            print(*describe_failures(error), sep="\n", file=sys.stderr)
+        raise SystemExit(code)
 
     sys.excepthook = hook
 

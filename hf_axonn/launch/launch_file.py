@@ -15,6 +15,7 @@ from glob import glob
 from typing import Any
 
 from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig, parse_grid
+from hf_axonn.launch.forwarding import HANDLED, HANDLED_WITHOUT_TERM
 from hf_axonn.launch.gpu_settings import gpu_settings, has_nvidia
 from hf_axonn.planner.from_settings import resolve_auto
 from hf_axonn.profiling.read_shape import read_shape
@@ -81,9 +82,10 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     notes: list[str] = []
     precision = _precision(settings, options)
     if isinstance(section, Mapping):
-        section, notes = _join_parallelism_config(section, settings, options)
+        section, notes = _fill_data(section, num_processes)
+        section, joined = _join_parallelism_config(section, settings, options)
         section, planned = resolve_auto(section, num_processes, mixed_precision=precision, read=read_shape)
-        notes += planned
+        notes += joined + planned
     config = AxonnConfig.from_mapping(section, num_processes=num_processes)
     if config.residual_dtype == "bfloat16" and precision != "bf16":
         raise ValueError(
@@ -106,6 +108,8 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     environment = {VARIABLE: config.to_json()}
     if _restarts(options, num_machines):
         environment["PET_STANDALONE"] = environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    else:  # a launcher that restarts ranks has to know that they end because they should
+        environment[HANDLED] = HANDLED_WITHOUT_TERM
     if use_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
         # For MULTI_CPU accelerate starts a single process, whatever num_processes says.
@@ -176,6 +180,27 @@ def _join_parallelism_config(
     if others := sorted(name for name in given if name.removeprefix(PREFIX) not in ACCELERATE_SIZES):
         notes.append(f"without effect over a grid: {', '.join(others)}.")
     return {**section, "grid": meant.as_dict()}, notes
+
+
+def _fill_data(section: Mapping[str, Any], num_processes: int) -> tuple[Mapping[str, Any], list[str]]:
+    """Give `data: auto` of a grid the size that makes up the number of processes.
+
+    Returns:
+        (axonn_config, sentences for the user).
+    Raises:
+        ValueError: the other sizes do not divide that number.
+    """
+    sizes = section.get("grid")
+    if not isinstance(sizes, Mapping) or sizes.get("data") != "auto":
+        return section, []
+    copy = parse_grid({axis: size for axis, size in sizes.items() if axis != "data"})
+    data, rest = divmod(num_processes, copy.size)
+    if rest or not data:
+        raise ValueError(
+            f"axonn_config.grid has data: auto, and {num_processes} process(es) are to run, but a copy of the model "
+            f"has {copy.size} rank(s) ({copy}): start a multiple of {copy.size}."
+        )
+    return {**section, "grid": {**sizes, "data": data}}, [f"data: auto is {data} on {num_processes} process(es)."]
 
 
 def _precision(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> str:

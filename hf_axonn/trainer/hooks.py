@@ -30,7 +30,7 @@ from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
-from hf_axonn.trainer import accumulation, hub, liger, resume, rollouts, saving, smoothing, trl, watching
+from hf_axonn.trainer import accumulation, hub, liger, restarts, resume, rollouts, saving, smoothing, trl, watching
 
 
 TRL_BASE = "trl.trainer.base_trainer"
@@ -152,7 +152,6 @@ def _make_ready(self) -> None:
     refused = {
         "fp16 on CPUs": self.args.fp16 and self.args.device.type == "cpu",  # accelerate would ignore it
         "auto_find_batch_size": self.args.auto_find_batch_size,  # a rank without memory leaves others in a collective
-        "enable_jit_checkpoint": self.args.enable_jit_checkpoint,  # each rank would save at a step of its own
         "fp16_full_eval": self.args.fp16_full_eval,
         "bf16_full_eval": self.args.bf16_full_eval,
         "fsdp": bool(self.args.fsdp),
@@ -278,6 +277,7 @@ WRAPPERS = (
     get_num_trainable_parameters,
     *saving.WRAPPERS,
     *resume.WRAPPERS,
+    *restarts.WRAPPERS,
     train,
     *accumulation.WRAPPERS,
     training_step,

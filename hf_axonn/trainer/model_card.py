@@ -61,17 +61,11 @@ def add_run(trainer: Any, directory: Path) -> None:
 
 def describe_run(trainer: Any) -> dict[str, Any]:
     """Return grid, versions, batch, steps and losses of a Trainer's run, as the metadata has them."""
-    arguments, state = trainer.args, parallel_state(trainer.model)
-    ranks = state.grid.dp_size if state is not None else arguments.world_size
-    per_device, accumulation = arguments.train_batch_size, arguments.gradient_accumulation_steps
+    state = parallel_state(trainer.model)
     return {
         **({"grid": state.grid.as_dict()} if state is not None else {}),
         "versions": {name: version(name) for name in ("hf_axonn", *LIBRARIES, *filter(sys.modules.get, USED))},
-        "batch": {
-            "samples": per_device * accumulation * ranks,
-            "per_device": per_device,
-            "accumulation": accumulation,
-        },
+        "batch": describe_batch(trainer),
         "steps": trainer.state.global_step,
         **{
             name: float(entries[-1])
@@ -79,3 +73,11 @@ def describe_run(trainer: Any) -> dict[str, Any]:
             if (entries := [entry[name] for entry in trainer.state.log_history if name in entry])
         },
     }
+
+
+def describe_batch(trainer: Any) -> dict[str, int]:
+    """Return `samples` in a step over all ranks, and the `per_device` and `accumulation` that make them up."""
+    arguments, state = trainer.args, parallel_state(trainer.model)
+    ranks = state.grid.dp_size if state is not None else arguments.world_size
+    per_device, accumulation = arguments.train_batch_size, arguments.gradient_accumulation_steps
+    return {"samples": per_device * accumulation * ranks, "per_device": per_device, "accumulation": accumulation}

@@ -8,6 +8,7 @@ Checked with transformers 5.20 to 5.24 (trainer.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -29,6 +30,7 @@ from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.engine.master_weights import make_masters
 from hf_axonn.engine.state import parallel_state
+from hf_axonn.trainer.restarts import keep_batch, may_be_stopped, save_when_stopped
 from hf_axonn.trainer.saving import SCALER, SCHEDULER, TRAINER_STATE, checkpoints_in, rng_file, tidy
 
 
@@ -40,11 +42,16 @@ def train(self, original: Callable, resume_from_checkpoint: str | bool | None = 
     """Take the newest complete checkpoint for `resume_from_checkpoint=True`; others are skipped, with a warning.
 
     "last" is the same, and starts at step 0 where `output_dir` has no checkpoint: a job that is restarted by the
-    command that started it has none the first time.
+    command that started it has none the first time. Such a run is saved when it is stopped, and keeps the samples of a
+    step on another number of ranks (restarts.py).
     """
+    restarted = resume_from_checkpoint == LAST
     if parallel_state(self.model) is not None or resume_from_checkpoint in (True, LAST):
         resume_from_checkpoint = _choose(self, resume_from_checkpoint)
-    return original(resume_from_checkpoint, *args, **kwargs)
+    if restarted and isinstance(resume_from_checkpoint, str):
+        keep_batch(self, resume_from_checkpoint)
+    with save_when_stopped(self) if may_be_stopped(self, restarted=restarted) else contextlib.nullcontext():
+        return original(resume_from_checkpoint, *args, **kwargs)
 
 
 def _choose(self, requested: str | bool | None) -> str | bool | None:

@@ -9,6 +9,7 @@ Checked with transformers 5.20 to 5.24 (trainer.py, `_save_checkpoint` and `rota
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from hf_axonn.checkpoint.sharded import add_model, begin_save
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.state import parallel_state
+from hf_axonn.trainer.model_card import describe_batch
 
 
 logger = get_logger(__name__)
@@ -31,6 +33,7 @@ logger = get_logger(__name__)
 TRAINER_STATE = "trainer_state.json"
 SCHEDULER = "scheduler.pt"
 SCALER = "scaler.pt"
+BATCH = "step_batch.json"  # samples of a step, and the arguments that gave them (restarts.py)
 REMOVED = ".axonn-removed"
 CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
@@ -105,6 +108,9 @@ def _save_trainer(self, save: Save) -> None:
                     else:
                         states[name] = part.state()
             self.state.save_to_json(os.path.join(stage, TRAINER_STATE))
+            batch = describe_batch(self)
+            batch["accumulation"] = getattr(self, "axonn_accumulation", batch["accumulation"])
+            (save.stage / BATCH).write_text(json.dumps(batch) + "\n", encoding="utf-8")
 
 
 def rng_file(self) -> str:

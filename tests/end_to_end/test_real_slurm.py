@@ -25,12 +25,14 @@ from tests.study.test_study_slurm import WITHOUT_WORK, recipe_for, study_py, wit
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 # Not at once: in the second in which nodes forget a job they refuse it.
 SOON = "StartTime=now+5"
-# finetune.py that waits, two steps after where it began, to be ended: who looks knows where it is.
+# finetune.py that waits, two steps after where it began, to be ended: who looks knows where it is. With a file
+# `release` it waits for a signal that asks it to stop, and goes on.
 HOLDING = """\
 import time
 from pathlib import Path
 import transformers.trainer
 from transformers import TrainerCallback
+from hf_axonn.distributed.watchdog.signals import stop_requested
 from hf_axonn_scripts import finetune
 
 class Hold(TrainerCallback):
@@ -38,7 +40,8 @@ class Hold(TrainerCallback):
         self.until = state.global_step + 2
 
     def on_step_begin(self, args, state, control, **_):
-        while state.global_step == self.until:
+        release = Path(args.output_dir, "release")
+        while state.global_step == self.until and not (release.exists() and stop_requested.is_set()):
             Path(args.output_dir, f"rank{args.process_index}-holds{state.global_step}").touch()
             time.sleep(0.1)
 
@@ -104,8 +107,9 @@ def test_slurm_takes_what_a_script_asks_for(cluster, tmp_path, site):
         assert int(known["SLURM_CPUS_ON_NODE"]) == int(asked[1] if asked else 288)
 
 
-def test_a_run_that_is_requeued_signalled_and_submitted_again_goes_on(cluster, tmp_path, tokenizer):  # noqa: F811
-    """Two nodes, a rank on each, one command: requeued by a user, by a node that is lost, ended before its time limit.
+def test_a_run_that_is_requeued_and_signalled_goes_on(cluster, tmp_path, tokenizer):  # noqa: F811
+    """Two nodes, a rank on each, one command: requeued by a user, by a node that is lost, and by its own script, when
+    it has saved before its time limit.
 
     Each time it goes on from its newest checkpoint, to the losses of one process that nobody interrupts.
     """
@@ -119,7 +123,7 @@ def test_a_run_that_is_requeued_signalled_and_submitted_again_goes_on(cluster, t
     (tmp_path / "axonn.yaml").write_text("use_cpu: true\n" + YAML.format(processes=2, z=1, x=2))
     exported = {"VENV": venv, "GPUS_PER_NODE": 1, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
     exported["HF_DATASETS_CACHE"] = tmp_path / "cache"
-    options = ["--parsable", "--requeue", "--nodes=2", f"--output={tmp_path}/log", "--time=60", "--signal=TERM@300"]
+    options = ["--parsable", "--requeue", "--nodes=2", f"--output={tmp_path}/log", "--time=60"]
     rest = [FOLDER / "cluster.sh", tmp_path / "axonn.yaml", tmp_path / "holding.py", *words]
     rest += ["--resume_from_checkpoint", "last"]
 
@@ -161,11 +165,12 @@ def test_a_run_that_is_requeued_signalled_and_submitted_again_goes_on(cluster, t
     cluster.start_node(cluster.nodes[1])
     begin()
     at(6)
+    (out / "release").touch()
     minutes = int(cluster.job(job)["RunTime"].split(":")[-2]) + 4
     cluster("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
-    ended = cluster.wait_for_state(job, "FAILED")
-    assert ended["ExitCode"] != "0:0" and ended["Restarts"] == "2", log()
-    job = submit()
+    wait_for(lambda: requeued(3), "the job to requeue itself")
+    assert "step 7 is saved, exit code 75" in log() and (out / "checkpoint-7").is_dir(), log()
+    begin()
     cluster.wait_for_state(job, "COMPLETED")
     # What the starts before printed is still there.
     assert log().count("has no checkpoint: training starts at step 0") == 1, log()
@@ -177,6 +182,39 @@ def test_a_run_that_is_requeued_signalled_and_submitted_again_goes_on(cluster, t
     assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in alone], rel=1e-4)
     assert alone[-1][1] < alone[0][1]
     assert (out / "config.json").exists() and not list(out.glob("*stage*"))
+
+
+def test_a_run_goes_on_with_the_nodes_that_are_left(cluster, tmp_path, tokenizer):  # noqa: F811
+    """Two nodes of one copy each, then one of them: the same samples in each step."""
+    tiny_llama().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    words = command(tmp_path / "model", tmp_path, "--max_steps", "6", "--lr_scheduler_type", "constant")
+    words += ["--save_strategy", "steps", "--save_steps", "100", "--per_device_train_batch_size", "1"]
+    more = ["--output_dir", str(tmp_path / "alone"), "--save_strategy", "no", "--gradient_accumulation_steps", "2"]
+    finetune.main([*words, *more])
+    venv, out = environment(tmp_path), tmp_path / "out"
+    (tmp_path / "holding.py").write_text(HOLDING)
+    grid = "use_cpu: true\n" + YAML.format(processes=2, z=1, x=1).replace("{", "{data: auto, ")
+    (tmp_path / "axonn.yaml").write_text(grid)
+    exported = {"VENV": venv, "GPUS_PER_NODE": 1, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
+    exported["HF_DATASETS_CACHE"] = tmp_path / "cache"
+    options = ["--parsable", "--requeue", "--nodes=2", f"--output={tmp_path}/log", f"--chdir={ROOT}"]
+    rest = [FOLDER / "cluster.sh", tmp_path / "axonn.yaml", tmp_path / "holding.py", *words]
+    job = cluster("sbatch", *options, *rest, "--resume_from_checkpoint", "last", **exported).strip()
+    wait_for(lambda: all((out / f"rank{rank}-holds2").exists() for rank in range(2)), "both ranks")
+    (out / "release").touch()
+    cluster("scancel", "--signal=USR1", job)
+    wait_for(lambda: cluster.job(job)["JobState"] == "PENDING", "the job to requeue itself")
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"]
+    cluster("scontrol", "update", f"JobId={job}", "NumNodes=1", SOON)
+    cluster.wait_for_state(job, "COMPLETED")
+    log = (tmp_path / "log").read_text()
+    assert "data: auto is 1 on 1 process(es)" in log and "2 batches are accumulated in place of 1" in log, log
+    histories = [
+        json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (tmp_path / "alone", out)
+    ]
+    alone, ours = ([entry["loss"] for entry in history if "loss" in entry] for history in histories)
+    assert len(ours) == 6 and ours == pytest.approx(alone, rel=1e-4)
 
 
 def test_a_study_in_arrays(cluster, tmp_path):

@@ -115,6 +115,7 @@ def test_the_hook_itself_imports_next_to_nothing(worker):
     needed = {"hf_axonn", "hf_axonn.compat", "hf_axonn.compat.facade", "hf_axonn.launch", "hf_axonn.launch.autoload"}
     if worker:
         needed |= {"hf_axonn.compat", "hf_axonn.compat.post_import"}  # the plugin comes with accelerate
+        needed |= {f"hf_axonn.distributed{name}" for name in ("", ".watchdog", ".watchdog.signals")}
     assert own == needed
     assert {name.partition(".")[0] for name in found - own} <= sys.stdlib_module_names
 

@@ -50,7 +50,8 @@ def test_accelerate_gets_the_file_without_the_section():
         "use_cpu": False,
         "main_process_port": 0,
     }
-    assert launch.environment == {"AXONN_CONFIG": launch.config.to_json(), **BOTH}
+    signals = {"PET_SIGNALS_TO_HANDLE": "SIGINT,SIGHUP,SIGQUIT"}
+    assert launch.environment == {"AXONN_CONFIG": launch.config.to_json(), **BOTH, **signals}
     assert launch.notes == ("set for the GPUs: NCCL_LAUNCH_ORDER_IMPLICIT=1 CUDA_DEVICE_MAX_CONNECTIONS=32.",)
     assert "axonn_config" in given
 
@@ -261,6 +262,19 @@ def test_processes_that_are_started_again_meet_in_a_store_of_their_own():
     assert names <= resolve(settings(), {"max_restarts": "3"}).environment.keys()
     for options in ({}, {"max_restarts": "0"}):
         assert not names & resolve(settings(), options).environment.keys()
+
+
+def test_data_makes_up_the_number_of_processes():
+    auto = {"axonn_config": {"grid": {"data": "auto", "x": 2, "pipe": 2}}}
+    for count in (4, 12):
+        launch = resolve(settings(**auto), {"num_processes": str(count)})
+        assert launch.config.grid == Grid(data=count // 4, x=2, pipe=2)
+        assert f"data: auto is {count // 4} on {count} process(es)." in launch.notes
+    for count in (2, 6):
+        with pytest.raises(ValueError, match=f"data: auto, and {count} .* has 4 rank.*start a multiple of 4"):
+            resolve(settings(**auto), {"num_processes": str(count)})
+    with pytest.raises(ValueError, match="data: auto, which only the launcher can resolve"):
+        AxonnConfig.from_mapping(auto["axonn_config"])
 
 
 def test_a_misspelt_section_is_not_left_to_accelerate():

@@ -410,8 +410,6 @@ def assert_ordinary(hub: Path, parameters: dict) -> None:
 
 def refused(folder: Path) -> str:
     # A rank would save when the signal comes to it, in the middle of what the others do.
-    with pytest.raises(ValueError, match="enable_jit_checkpoint is not supported over a grid"):
-        stock_trainer(folder / "refused", Grid(x=2), enable_jit_checkpoint=True)
     with pytest.raises(ValueError, match="optim=galore_adamw is not supported over a grid") as problem:
         stock_trainer(folder / "refused", Grid(x=2), optim="galore_adamw", optim_target_modules=["q_proj"])
     with pytest.raises(ValueError, match="neftune_noise_alpha with context is not supported over a grid"):

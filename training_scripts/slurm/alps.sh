@@ -17,6 +17,8 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
+# Time to save in; a run that cannot be restarted goes on until the limit.
+#SBATCH --signal=USR1@300
 set -euo pipefail
 
 : "${VENV:?the Python environment that has hf_axonn: VENV=path sbatch ...}"
@@ -40,7 +42,13 @@ export MPICH_GPU_SUPPORT_ENABLED=0
 HEAD_ADDRESS=$(hostname)
 export HEAD_ADDRESS
 
+code=0
 # shellcheck disable=SC2016  # for the shell on each node, where the environment is
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 ${CONTAINER:+--environment="$CONTAINER"} \
     bash -c 'source "$VENV/bin/activate" && exec bash "$0" "$@"' \
-    "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@"
+    "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@" || code=$?
+# Exit code 75: a signal has come before the time limit, and the ranks have saved (docs/clusters.md).
+if [[ $code == 75 ]]; then
+    scontrol requeue "$SLURM_JOB_ID" || echo "saved, and not requeued: submit the same command again" >&2
+fi
+exit "$code"

@@ -12,6 +12,8 @@
 #SBATCH --exclusive
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
+# Time to save in; a run that cannot be restarted goes on until the limit.
+#SBATCH --signal=USR1@300
 set -euo pipefail
 
 # shellcheck source=/dev/null
@@ -20,5 +22,11 @@ if [[ -n ${NETWORK:-} ]]; then
     export NCCL_SOCKET_IFNAME=$NETWORK GLOO_SOCKET_IFNAME=$NETWORK
 fi
 
+code=0
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-    bash "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@"
+    bash "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@" || code=$?
+# Exit code 75: a signal has come before the time limit, and the ranks have saved (docs/clusters.md).
+if [[ $code == 75 ]]; then
+    scontrol requeue "$SLURM_JOB_ID" || echo "saved, and not requeued: submit the same command again" >&2
+fi
+exit "$code"

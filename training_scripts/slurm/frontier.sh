@@ -22,6 +22,8 @@
 #SBATCH --gpu-bind=none
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
+# Time to save in; a run that cannot be restarted goes on until the limit.
+#SBATCH --signal=USR1@300
 set -euo pipefail
 
 # The last module has libfabric's plug-in for RCCL, which falls back to sockets without it, and the settings for it. It
@@ -37,5 +39,11 @@ export OMP_NUM_THREADS=7
 HEAD_ADDRESS=$(hostname -i | cut -d ' ' -f 1)
 export HEAD_ADDRESS
 
+code=0
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-    bash "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@"
+    bash "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@" || code=$?
+# Exit code 75: a signal has come before the time limit, and the ranks have saved (docs/clusters.md).
+if [[ $code == 75 ]]; then
+    scontrol requeue "$SLURM_JOB_ID" || echo "saved, and not requeued: submit the same command again" >&2
+fi
+exit "$code"

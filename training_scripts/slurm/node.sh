@@ -12,6 +12,8 @@
 #     HEAD_ADDRESS    where the ranks meet: a name or address of node 0 (default: its name in Slurm)
 #     HEAD_PORT       a port there (default: one that follows from the job's number)
 set -euo pipefail
+# SIGUSR1 comes before the time limit: who can save takes it, and nobody ends at it.
+trap '' USR1
 
 config=${1:?the launch file is missing: node.sh axonn.yaml script.py ...}
 script=${2:?the training script is missing: node.sh axonn.yaml script.py ...}
@@ -22,9 +24,15 @@ if [[ $config == none ]]; then
     exec python "$script" "$@"
 fi
 
+size=()
 if [[ -n ${GPUS_PER_NODE:-} ]]; then
-    processes=$(python -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1])).get("num_processes"))' "$config")
-    if [[ $processes != $((SLURM_NNODES * GPUS_PER_NODE)) ]]; then
+    # The number of processes; auto where the grid has `data: auto`, for any number of nodes.
+    processes=$(python -c 'import sys, yaml; file = yaml.safe_load(open(sys.argv[1])); grid = (file.get("axonn_config")
+or {}).get("grid"); auto = isinstance(grid, dict) and grid.get("data") == "auto"
+print("auto" if auto else file.get("num_processes"))' "$config")
+    if [[ $processes == auto ]]; then
+        size=(--num_processes $((SLURM_NNODES * GPUS_PER_NODE)))
+    elif [[ $processes != $((SLURM_NNODES * GPUS_PER_NODE)) ]]; then
         echo "$config: num_processes is $processes, but $SLURM_NNODES nodes with $GPUS_PER_NODE GPUs each are" \
             "$((SLURM_NNODES * GPUS_PER_NODE)): change --nodes, or num_processes and the grid." >&2
         exit 2
@@ -39,4 +47,4 @@ fi
 port=${HEAD_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 
 exec accelerate launch --config "$config" --num_machines "$SLURM_NNODES" --machine_rank "$SLURM_NODEID" \
-    --main_process_ip "$HEAD_ADDRESS" --main_process_port "$port" --same_network "$script" "$@"
+    --main_process_ip "$HEAD_ADDRESS" --main_process_port "$port" --same_network "${size[@]}" "$script" "$@"

@@ -20,6 +20,8 @@
 #SBATCH --gpu-bind=none
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
+# Time to save in; a run that cannot be restarted goes on until the limit.
+#SBATCH --signal=USR1@300
 set -euo pipefail
 
 # libfabric's plug-in for NCCL, which falls back to sockets without it; PyTorch brings its own NCCL. The name of the
@@ -39,5 +41,11 @@ export NCCL_NET_GDR_LEVEL=PHB
 export NCCL_CROSS_NIC=1
 export FI_CXI_DISABLE_HOST_REGISTER=1
 
+code=0
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-    bash "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@"
+    bash "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@" || code=$?
+# Exit code 75: a signal has come before the time limit, and the ranks have saved (docs/clusters.md).
+if [[ $code == 75 ]]; then
+    scontrol requeue "$SLURM_JOB_ID" || echo "saved, and not requeued: submit the same command again" >&2
+fi
+exit "$code"

@@ -14,6 +14,15 @@ import signal
 import socket
 import threading
 import time
+from types import FrameType
+
+
+stop_requested = threading.Event()  # a signal asks this run to save and to stop (distributed/stopping.py)
+
+
+def request_stop(number: int, frame: FrameType | None) -> None:
+    """Note that a signal asks this run to stop; a handler of signals."""
+    stop_requested.set()
 
 
 class Termination:
@@ -60,6 +69,8 @@ class Termination:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             came = self._reader.recv(64) if select.select([self._reader], [], [], left)[0] else b""
+            if any(signal.getsignal(number) is request_stop for number in came if number):
+                stop_requested.set()  # the main thread may wait in a collective, and not come to the handler
             if signal.SIGTERM in came and signal.getsignal(signal.SIGTERM) == self._handler:
                 return signal.SIGTERM
             if signal.SIGINT in came and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -113,6 +113,14 @@ def note_end() -> None:
         _watch.at_exit()
 
 
+def end_as_asked() -> None:
+    """End this process, as SIGTERM does without a handler. If a rank has died, say so first."""
+    if _watch is not None and _watch.process == os.getpid():
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            _watch.be_terminated()
+    _leave(128 + signal.SIGTERM)
+
+
 def note_stages(text: str) -> None:
     """Note which stages of a pipeline this rank has, in words."""
     if _watch is not None and _watch.process == os.getpid():
@@ -203,7 +211,7 @@ class Watchdog:
                 self._be_orphaned()
             try:
                 if terminated:
-                    self._be_terminated()
+                    self.be_terminated()
                 if self._store.check([f"alarm/{self.round}"]):
                     self._attend()
                 elif self._is_still():
@@ -225,7 +233,7 @@ class Watchdog:
             _say(f"the launcher of rank {self.rank} ({self.place}), process {self._launcher}, was killed.")
         _leave(1)
 
-    def _be_terminated(self) -> None:
+    def be_terminated(self) -> None:
         """End this process, as somebody wants. If a rank has died, say so first."""
         result = self.result() or self._call_roll(broken=True, ending=True)
         if result and result["text"] and result["by"] != self.rank:

@@ -1,0 +1,66 @@
+"""Agreement of ranks on the step after which they stop, without processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from hf_axonn.distributed import stopping
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Agreements of three ranks in one process, which share a store; `request` is their signal."""
+    store, request = dist.HashStore(), threading.Event()
+    monkeypatch.setattr(stopping, "watch_store", lambda: store)
+    monkeypatch.setattr(stopping, "stop_requested", request)
+    monkeypatch.setattr(stopping, "INTERVAL", 0.02)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    found = []
+    for rank in range(3):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        found.append(stopping.Agreement())
+    return found, request
+
+
+def test_ranks_that_are_steps_apart_stop_after_the_same_one(ranks):
+    agreements, request = ranks
+    for agreement, ends in zip(agreements, (2, 5, 3), strict=True):
+        assert not any(agreement.reaches_end() for _ in range(ends))
+    request.set()
+    time.sleep(0.5)
+    stopped = []
+
+    def train(rank: int, ends: int) -> None:
+        while not agreements[rank].reaches_end():
+            ends += 1
+        stopped.append(ends + 1)
+
+    threads = [threading.Thread(target=train, args=pair, daemon=True) for pair in enumerate((2, 5, 3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert stopped == [6, 6, 6], "the first end that the rank ahead had not passed"
+
+
+def test_a_rank_that_is_gone_ends_the_others(monkeypatch):
+    ended = threading.Event()
+
+    def end() -> None:
+        ended.set()
+        raise RuntimeError("the process ends")
+
+    monkeypatch.setattr(stopping, "watch_store", dist.HashStore)
+    monkeypatch.setattr(stopping, "end_as_asked", end)
+    monkeypatch.setattr(stopping, "PATIENCE", 0.05)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    request = threading.Event()
+    monkeypatch.setattr(stopping, "stop_requested", request)
+    stopping.Agreement()
+    request.set()
+    assert ended.wait(20)
