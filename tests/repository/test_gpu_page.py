@@ -65,10 +65,11 @@ def test_each_was_looked_at_in_a_way_that_is_named():
 
 def test_nothing_makes_a_stream():
     """Then a collective is waited for on the stream on which its buffers were made, and no `record_stream` is due, but
-    where a step ends (tests/end_to_end/test_fake_cuda.py)."""
+    where a step ends (tests/end_to_end/test_fake_cuda.py). Moments are copied on streams without collectives."""
     found = [
         f"{name}:{node.lineno}"
         for name, tree in sources().items()
+        if name != "hf_axonn/engine/host_moments.py"
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in STREAMS and ast.unparse(node.value) != "self"
     ]
