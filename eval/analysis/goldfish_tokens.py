@@ -133,7 +133,7 @@ def recorded_mask(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for name, run in records.items():
         record = (run.get("model") or {}).get("training")
-        for part in all_parts(record) if is_record(record) else ():
+        for part in all_parts(record) if record is not None and is_record(record) else ():
             if trained_with_goldfish(part):
                 found.setdefault(f"{name} with {describe_loss(part)}", loss_of(part))
     losses = list(found.values())

@@ -141,8 +141,9 @@ def _training_record(path: str | os.PathLike, directory: Path | None, revision: 
     Raises:
         ValueError: both are there, and contradict each other.
     """
-    from hf_axonn.goldfish.card import CARD, find_record
+    from hf_axonn.goldfish.card import find_record
     from hf_axonn.goldfish.record import RECORD
+    from hf_axonn.trainer.model_card import CARD
 
     if directory is None:
         from transformers.utils.hub import cached_file

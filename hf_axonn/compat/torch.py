@@ -363,11 +363,12 @@ def broadcast_coalesced(tensors: list[torch.Tensor], buffer_bytes: int, group: t
     _broadcast_coalesced(group, tensors, buffer_bytes, 0)
 
 
-def watch_store() -> torch.distributed.Store:
-    """A connection of its own to the store through which the world was set up: a thread may use it at any time."""
+def watch_store(keys: str) -> torch.distributed.Store:
+    """Return a connection of its own to the store through which the world was set up, for keys of one kind: a thread may
+    use it at any time."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    return torch.distributed.PrefixStore("hf_axonn/watch", _get_default_store().clone())
+    return torch.distributed.PrefixStore(f"hf_axonn/{keys}", _get_default_store().clone())
 
 
 def store_outlives_ranks() -> bool:

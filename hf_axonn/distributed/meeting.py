@@ -25,7 +25,7 @@ def meet() -> None:
     """Wait until every rank of the world has come here, in the same order. No collective."""
     global _world, _store, _meetings
     if _world is not dist.group.WORLD:
-        _world, _store = dist.group.WORLD, watch_store()
+        _world, _store = dist.group.WORLD, watch_store("watch")
     _meetings += 1
     name, pause = f"meeting/{_meetings}", FIRST_PAUSE
     arrived = _store.add(name, 1)

@@ -59,7 +59,7 @@ class Agreement:
     def __init__(self) -> None:
         self.world = dist.group.WORLD
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore("stop", watch_store())
+        self._store = watch_store("stop")
         self._lock = threading.Lock()
         self._ends = 0  # of steps that the main thread has reached
         self._promised: int | None = None

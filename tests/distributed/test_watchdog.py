@@ -309,7 +309,7 @@ def kill():
 
 dist.init_process_group("gloo")
 watch()
-store, rank = watch_store(), dist.get_rank()
+store, rank = watch_store("watch"), dist.get_rank()
 threading.Thread(target=kill, daemon=True).start()
 dist.recv(torch.empty(1), src=1 - rank)
 """

@@ -139,7 +139,7 @@ class Watchdog:
         self.round = 0  # of roll calls
         # Other parents, such as a shell, may go before their children.
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self._store, self._store_outlives = watch_store(), store_outlives_ranks()
+        self._store, self._store_outlives = watch_store("watch"), store_outlives_ranks()
         self._stopped = threading.Event()
         self._ending = threading.Event()
         self._lock = threading.Lock()
