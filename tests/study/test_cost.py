@@ -16,6 +16,7 @@ from hf_axonn_scripts.study.recipe import cost as module
 from hf_axonn_scripts.study.recipe import planning
 from hf_axonn_scripts.study.recipe.cost import cpu_speed
 from hf_axonn_scripts.study.recipe.planning import plan_grid, plans_markdown
+from hf_axonn_scripts.study.recipe.reader import read_recipe
 from hf_axonn_scripts.study.recipe.steps import steps_of
 from tests.helpers import ROOT
 from tests.study.conftest import FOLDER
@@ -187,3 +188,19 @@ def test_plans_as_markdown(sc24):
 def test_the_plans_in_the_docs_are_what_the_command_prints(sc24):
     printed = plans_markdown(sc24, ["perlmutter", "frontier", "alps"])
     assert printed.strip() in (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+
+
+def test_rivals_take_three_hours_at_most_and_a_pass_for_each_model_that_they_read(cost):
+    """docs/study.md has 1.8 to 3 hours for the 1.8e15 FLOPs of cpu.yaml; this is a third of them."""
+    recipe = read_recipe(RECIPES / "rivals.yaml")
+    assert len(recipe.runs) == 30 and {run.seed for run in recipe.runs} == {0, 1}
+    every = steps(recipe)
+    flops = {
+        run.loss: cost.cost_of(every[f"train-10M-{run.name}"], recipe).flops
+        for run in recipe.runs_of(recipe.model("10M"))
+    }
+    assert flops["tfidf"] == flops["k4"] == flops["ordinary"]
+    training = cost.training(recipe, recipe.model("10M"), cost.run_steps(recipe, recipe.model("10M"))).flops
+    assert flops["entrodrop"] - flops["k4"] == pytest.approx(training / 3)
+    assert flops["ngram"] - flops["k4"] == pytest.approx(2 * training / 3)
+    assert sum(cost.cost_of(step, recipe).flops for step in every.values()) == pytest.approx(1.8e15 / 3, rel=0.1)

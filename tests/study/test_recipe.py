@@ -62,7 +62,7 @@ def test_sc24_has_both_70b_and_its_own_protocol():
     assert recipe.deviations and recipe.documents.per_article == 1
 
 
-@pytest.mark.parametrize("name", ["goldfish", "goldfish-extreme"])
+@pytest.mark.parametrize("name", ["goldfish", "goldfish-extreme", "rivals"])
 def test_the_other_recipes_are_good(name):
     recipe = read_recipe(RECIPES / f"{name}.yaml")
     assert {run.loss for run in recipe.runs} == set(recipe.losses)

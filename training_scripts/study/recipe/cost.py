@@ -178,6 +178,7 @@ def cost_of(step: Step, recipe: Recipe) -> Cost:
         work.ask()
     elif step.kind == "train":
         work.train(run_steps(recipe, model))
+        work.read_outputs(run_steps(recipe, model))
         work.ask()
     elif step.kind == "utility":
         measured = 1 + len(recipe.runs_of(model)) + len(recipe.base_losses_of(model))
@@ -193,7 +194,7 @@ class _Work:
     """A sum over what a step does with a model."""
 
     def __init__(self, recipe: Recipe, model: Model, step: Step) -> None:
-        self.recipe, self.model, self.processes = recipe, model, step.processes
+        self.recipe, self.model, self.step, self.processes = recipe, model, step, step.processes
         self.weights = float(WEIGHT_BYTES * shape_of(recipe, model).parameters())
         self.on_cpu = recipe.machine == MACHINE
         self.grid = Grid(**dict(step.run.grid)) if step.run and step.run.grid else grid_of(recipe, model)
@@ -212,6 +213,15 @@ class _Work:
         else:
             self.flops += work.flops
             self.seconds += steps * predict_step(recipe, model, self.grid, base=base).total
+
+    def read_outputs(self, steps: float) -> None:
+        """Add the forward passes of a loss that reads what models say of the labels of each step."""
+        recipe, step = self.recipe, self.step
+        options = recipe.losses[step.loss] if step.loss else {}
+        sources = {"entrodrop": 1, "ngram": 2}.get(options.get("loss_strategy", ""), 0)
+        tokens = steps * recipe.batch_sequences * recipe.documents.length
+        for _ in range(sources):
+            self.score(tokens, precision=_precision(recipe, False))
 
     def ask(self, buckets: int | None = None) -> None:
         """Add the passages of this number of buckets, by default of all, and the canaries."""
