@@ -364,8 +364,8 @@ def broadcast_coalesced(tensors: list[torch.Tensor], buffer_bytes: int, group: t
 
 
 def watch_store(keys: str) -> torch.distributed.Store:
-    """Return a connection of its own to the store through which the world was set up, for keys of one kind: a thread may
-    use it at any time."""
+    """Return a connection to the store through which the world was set up, for keys of one kind: a thread may use it at
+    any time."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return torch.distributed.PrefixStore(f"hf_axonn/{keys}", _get_default_store().clone())
