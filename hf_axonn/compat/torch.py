@@ -364,7 +364,7 @@ def broadcast_coalesced(tensors: list[torch.Tensor], buffer_bytes: int, group: t
 
 
 def watch_store(keys: str) -> torch.distributed.Store:
-    """Return a connection to the store through which the world was set up, for keys of one kind: a thread may use it at
+    """Return a connection to the store through which the world was set up for keys of one kind: a thread may use it at
     any time."""
     from torch.distributed.distributed_c10d import _get_default_store
 
