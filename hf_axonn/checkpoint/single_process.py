@@ -141,13 +141,15 @@ def _take_torch_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, fo
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     tensors, values = read_torch_folder(folder, OPTIMIZER_NAMES)
-    settings = _group_settings(values)
+    settings = _group_settings(tensors, values)
     mesh = _mesh_of(model)
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         names = [name_of[id(parameter)] for parameter in group["params"]]
         if names:
-            group.update(settings.get(names[0], {}))
+            if names[0] not in settings:
+                raise ValueError(f"{folder} has no settings of the group of {names[0]}, such as its learning rate.")
+            group.update(settings[names[0]])
         for name, parameter in zip(names, group["params"], strict=True):
             beginning = f"state.{name}."
             state = {key.removeprefix(beginning): value for key, value in tensors.items() if key.startswith(beginning)}
@@ -156,18 +158,16 @@ def _take_torch_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, fo
             optimizer.state[parameter] = {key: _read_like(value, parameter, mesh) for key, value in state.items()}
 
 
-def _group_settings(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _group_settings(tensors: dict[str, Pieces], values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings of the group of each parameter by its name, learning rate and so on. DCP has them by the
-    name, where the state was flattened, or as a list of groups."""
+    name, where the state was flattened, or by the number of a group, beside the names of its parameters."""
+    owners: dict[str, dict[str, Any]] = {}
+    for full in (name for name in (*tensors, *values) if name.startswith("param_groups.")):
+        owner, _, key = full.removeprefix("param_groups.").rpartition(".")
+        owners.setdefault(owner, {})[key] = values[full]() if full in values else tensors[full][...]
     settings: dict[str, dict[str, Any]] = {}
-    for full, read in values.items():
-        if full == "param_groups":
-            for group in read():
-                own = {key: value for key, value in group.items() if key != "params"}
-                settings |= dict.fromkeys(group["params"], own)
-        elif full.startswith("param_groups."):
-            name, _, key = full.removeprefix("param_groups.").rpartition(".")
-            settings.setdefault(name, {})[key] = read()
+    for owner, own in owners.items():
+        settings |= dict.fromkeys(own.pop("params", [owner]), own)
     return settings
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, load_checkpoint_in_model, set_seed
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -113,6 +116,20 @@ def save(grid: Grid | None, folder: Path) -> None:
     assert run.accelerator.save_state(str(folder)) == (str(folder) if grid else folder)
 
 
+def as_fsdp2(stock: Path, target: Path) -> None:
+    """The same state in the folders that stock accelerate writes with FSDP2's SHARDED_STATE_DICT."""
+    shutil.copytree(stock, target)
+    weights, state = load_file(target / "model.safetensors"), torch.load(target / "optimizer.bin")
+    names = [name for name, _ in tiny_model("llama", num_hidden_layers=1).named_parameters()]
+    for group in state["param_groups"]:
+        group["params"] = [names[place] for place in group["params"]]
+    state["state"] = {names[place]: moments for place, moments in state["state"].items()}
+    dcp.save({"model": weights}, checkpoint_id=target / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"optimizer": state}, checkpoint_id=target / "optimizer_0", no_dist=True)
+    for name in ("model.safetensors", "optimizer.bin"):
+        (target / name).unlink()
+
+
 def resume(grid: Grid | None, folder: Path) -> dict:
     run = Run(grid)
     with torch.no_grad():
@@ -162,6 +179,7 @@ def _resume(folder: Path, grids: list[Grid], truth: dict) -> None:
 @pytest.mark.parametrize("two", [GRIDS[2][2:3], pytest.param(GRIDS[2], marks=pytest.mark.slow)], ids=len)
 def test_a_state_goes_from_any_grid_to_any_other(truth, tmp_path, two):
     save(None, tmp_path / "one process of stock accelerate")
+    as_fsdp2(tmp_path / "one process of stock accelerate", tmp_path / "FSDP2 of stock accelerate")
     run_ranks(_save, 2, tmp_path, two)
     run_ranks(_save_and_resume, 4, tmp_path, GRIDS[4], truth)
     saved = json.loads((tmp_path / str(Grid(z=2, x=2)) / MANIFEST).read_text())["files"]

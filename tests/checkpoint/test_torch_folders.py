@@ -76,6 +76,8 @@ def resume(folder: Path) -> None:
         for source in ("fsdp2", "tp"):
             model, _ = parallelize(make(seed=5).train(), grid)
             optimizer = adamw(model)
+            for group in optimizer.param_groups:
+                group.update(lr=7.0, betas=(0.1, 0.2), weight_decay=3.0)  # until those of the folder are there
             load_plain_weights(model, folder / source)
             load_plain_optimizer(model, optimizer, folder / source)
             truth = torch.load(folder / f"{source}.pt")
