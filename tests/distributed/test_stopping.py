@@ -15,7 +15,7 @@ from hf_axonn.distributed import stopping
 def ranks(monkeypatch):
     """Agreements of three ranks in one process, which share a store; `request` is their signal."""
     store, request = dist.HashStore(), threading.Event()
-    monkeypatch.setattr(stopping, "watch_store", lambda: store)
+    monkeypatch.setattr(stopping, "watch_store", lambda keys: store)
     monkeypatch.setattr(stopping, "stop_requested", request)
     monkeypatch.setattr(stopping, "INTERVAL", 0.02)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
@@ -54,7 +54,7 @@ def test_a_rank_that_is_gone_ends_the_others(monkeypatch):
         ended.set()
         raise RuntimeError("the process ends")
 
-    monkeypatch.setattr(stopping, "watch_store", dist.HashStore)
+    monkeypatch.setattr(stopping, "watch_store", lambda keys: dist.HashStore())
     monkeypatch.setattr(stopping, "end_as_asked", end)
     monkeypatch.setattr(stopping, "PATIENCE", 0.05)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
