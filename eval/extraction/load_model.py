@@ -141,15 +141,13 @@ def _training_record(path: str | os.PathLike, directory: Path | None, revision: 
     Raises:
         ValueError: both are there, and contradict each other.
     """
-    from hf_axonn.goldfish.card import find_record
-    from hf_axonn.goldfish.record import RECORD
-    from hf_axonn.trainer.model_card import CARD
+    from hf_axonn.goldfish.card import FILES, find_record
 
     if directory is None:
         from transformers.utils.hub import cached_file
 
         options = {} if revision is None else {"revision": revision}
-        for name in (RECORD, CARD):
+        for name in FILES:
             with contextlib.suppress(OSError):
                 found = cached_file(str(path), name, _raise_exceptions_for_missing_entries=False, **options)
                 directory = directory if found is None else Path(found).parent

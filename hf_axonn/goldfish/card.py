@@ -31,6 +31,7 @@ from hf_axonn.trainer.model_card import CARD, ENTRY, extend_card
 
 TAG = "goldfish-loss"
 IN_CARD = "training_record"
+FILES = (RECORD, CARD)  # that `find_record` reads
 
 
 def add_record(record: Mapping[str, Any], directory: str | os.PathLike[str]) -> None:
