@@ -206,7 +206,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(cluster, tmp_path, tokenizer
     cluster("scancel", "--signal=USR1", job)
     wait_for(lambda: cluster.job(job)["JobState"] == "PENDING", "the job to requeue itself")
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"]
-    cluster("scontrol", "update", f"JobId={job}", "NumNodes=1", SOON)
+    cluster("scontrol", "update", f"JobId={job}", "NumNodes=1", "NumTasks=1", SOON)
     cluster.wait_for_state(job, "COMPLETED")
     log = (tmp_path / "log").read_text()
     assert "data: auto is 1 on 1 process(es)" in log and "2 batches are accumulated in place of 1" in log, log
