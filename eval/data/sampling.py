@@ -297,7 +297,13 @@ def _special_tokens(sampling: Sampling, tokenizer) -> tuple[list[int], list[int]
 def _seed(document_id: str, tokens: list[int], tokenizer) -> int:
     if tokenizer is None:
         raise ValueError(f"the first sentence of document {document_id!r} needs a tokenizer; give tokenizer=....")
-    return first_sentence(tokens, tokenizer)
+    try:
+        return first_sentence(tokens, tokenizer)
+    except OverflowError:
+        raise ValueError(
+            f"document {document_id!r} has token ids, among them {min(tokens)} and {max(tokens)}, that the tokenizer "
+            "cannot decode; give the documents as text or with ids of this tokenizer."
+        ) from None
 
 
 def _with_bos(ids: list[int], tokenizer, sampling: Sampling) -> list[int]:

@@ -103,6 +103,7 @@ class GoldfishMixin(RecordingMixin):
             raise ValueError(
                 f"{type(loss_strategy).__name__} is given as loss_strategy, but args say {named}: omit one."
             )
+        self._strategy_given = loss_strategy is not None
         self.loss_strategy = make_strategy(self.args, self.args.device) if loss_strategy is None else loss_strategy
         self._sources: dict[str, nn.Module | None] = {"frozen": self._freeze(frozen_model)}
         self._warned_unprotected = False
@@ -122,6 +123,10 @@ class GoldfishMixin(RecordingMixin):
             )
         self._token_loss().record.pop()
         self._documents = None
+        ordinary = type(self.loss_strategy) is LossStrategy
+        if not self._strategy_given and self.args.goldfish == ordinary:
+            # args were changed after the trainer was made
+            self.loss_strategy = make_strategy(self.args, self.args.device)
         self.loss_strategy.prepare(self.train_dataset)
         return super().train(*args, **kwargs)
 

@@ -167,8 +167,8 @@ def test_a_grid_in_the_code_that_the_launch_file_contradicts(monkeypatch):
 
 
 def test_the_plugin_takes_every_setting_of_a_launch_file():
-    """But for the order of the axes, which is of no effect when processes run."""
-    names = [setting.name for setting in dataclasses.fields(AxonnConfig) if setting.name != "order"]
+    """But for the order of the axes, and for how a script loads, which are of no effect in a script that runs."""
+    names = [setting.name for setting in dataclasses.fields(AxonnConfig) if setting.name not in ("order", "load")]
     parameters = inspect.signature(AxonnPlugin).parameters
     assert set(parameters) == set(names) and next(iter(parameters)) == "grid"
     assert parameters["layout"].kind is inspect.Parameter.KEYWORD_ONLY and parameters["layout"].default == "auto"

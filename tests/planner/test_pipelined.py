@@ -200,8 +200,8 @@ def test_many_gpus_are_faster_with_a_pipeline():
 
 
 @pytest.mark.parametrize(
-    ("pipes", "most"),  # 7.1 and 12.4 million when this was written
-    [([1, 32], 7_500_000), pytest.param(None, 15_000_000, marks=pytest.mark.slow)],
+    ("pipes", "most"),  # 7.1 and 12.4 million when this was written, 7.5 for two with more settings
+    [([1, 32], 7_800_000), pytest.param(None, 15_000_000, marks=pytest.mark.slow)],
     ids=["two", "any"],
 )
 def test_all_grids_with_a_pipeline_are_ranked_with_little_work(pipes, most):

@@ -105,7 +105,7 @@ done
 WITHOUT_WORK = """\
 import sys, types
 name = "hf_axonn_scripts.study.recipe.argument_checks"
-sys.modules[name] = types.SimpleNamespace(check_arguments=lambda *_: None)
+sys.modules[name] = types.SimpleNamespace(check_arguments=lambda *_: None, is_of_loss=lambda _: True)
 from hf_axonn_scripts.study import study
 from hf_axonn_scripts.study.running import work
 

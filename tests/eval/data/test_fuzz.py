@@ -107,7 +107,10 @@ def test_samples_are_pieces_of_their_documents(documents, asked):
             begin = sample.offset
         piece = [*sample.prefix, *sample.suffix]
         assert tokens[begin : begin + len(piece)] == piece
-        assert len(sample.suffix) in sampling.suffix_length
+        if sampling.kind in ("rest", "sentence"):
+            assert begin + len(piece) == len(tokens)
+        else:
+            assert len(sample.suffix) in sampling.suffix_length
         if sampling.kind in ("offsets", "sliding"):
             assert len(sample.prefix) in sampling.prefix_length
     if sampling.deduplicate:

@@ -251,6 +251,7 @@ def test_the_summary_says_how_to_repeat_the_run(tmp_path):
         "membership": None,
         "guesses": None,
         "near_copies": None,
+        "recite": None,
     }
     assert run["tokenizer"] == {**tokenizer_identity(topics_tokenizer()), "checked": False}
     assert run == json.loads((tmp_path / "run.json").read_text())
