@@ -59,6 +59,7 @@ def test_one_of_each_kind(kinds):
     assert all(row.planned for row in rows if row.model_type == "llama")
 
 
+@pytest.mark.slow
 def test_attention_to_states_of_an_encoder_is_divided_by_heads(monkeypatch):
     generator = torch.Generator().manual_seed(2)
     states = torch.randn(4, 5, HIDDEN, generator=generator, dtype=torch.float64)

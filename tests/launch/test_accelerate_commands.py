@@ -49,6 +49,7 @@ def test_accelerate_test_passes_on_a_grid(tmp_path):
     assert "as on one process" in ended.output and "Test is a success!" in ended.output
 
 
+@pytest.mark.slow
 def test_accelerate_test_says_what_is_wrong_in_a_sentence(tmp_path):
     path = launch_file(tmp_path, Grid(x=2))
     path.write_text(path.read_text().replace("num_processes: 2", "num_processes: 4"))

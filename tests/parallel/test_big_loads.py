@@ -108,6 +108,7 @@ def test_a_rank_grows_by_its_shard_and_a_slice_of_2_gigabytes(tmp_path):
 
 
 @glibc
+@pytest.mark.slow
 def test_another_dtype_costs_no_more(big):
     check_growth(*big, [Grid(y=2, x=2)], torch.float32)
 

@@ -110,7 +110,8 @@ def test_base_learns_and_is_evaluated_on_the_way(with_base):
     assert loaded.tokenizer.eos_token_id == loaded.model.config.eos_token_id
 
 
-@pytest.mark.parametrize("grid", [pytest.param(None, marks=pytest.mark.slow), Z2], ids=["one process", "z=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [None, Z2], ids=["one process", "z=2"])
 def test_base_is_the_same_on_every_grid(with_base, with_data, tmp_path, grid):
     other = with_data.copy(tmp_path)
     torch.manual_seed(20)  # what forks of this process would draw is not what those of the fixture did

@@ -63,6 +63,7 @@ def peak(folder, count: int) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_memory_hardly_grows_with_the_samples(tmp_path):
     few, many = 500, 1500  # more than a unit of batches, both
     grown = peak(tmp_path, many) - peak(tmp_path, few)

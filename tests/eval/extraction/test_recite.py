@@ -168,6 +168,7 @@ def test_samples_of_first_sentences():
         build_samples([{"id": "a", "bucket": 1, "input_ids": [1] * 20}], sampling=Sampling(kind="sentence"))
 
 
+@pytest.mark.slow
 def test_the_commands_from_documents_to_the_page(tmp_path, capsys):
     """What docs/attacks.md prints: the seed is a sentence, the cost is said first, the texts stand side by side."""
     trained_llama().save_pretrained(tmp_path / "model")
