@@ -448,6 +448,8 @@ def test_exceptions_pass_where_nobody_watches():
 
 
 def _terminated(pipe) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another test, or a library, may have left a handler
+    signal.set_wakeup_fd(-1)
     termination = Termination()
     seen = []
     thread = threading.Thread(target=lambda: seen.append(termination.wait(120)))
