@@ -1,4 +1,4 @@
-"""What a save and a load send and open at thousands of ranks, counted on torch's `fake` backend.
+"""Messages and files of a save and a load at thousands of ranks, counted on torch's `fake` backend.
 
     python -m tests.benchmarks.checkpoint.checkpoint_messages                  2,816 ranks and a fourth of them
 

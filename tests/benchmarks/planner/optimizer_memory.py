@@ -1,4 +1,4 @@
-"""What optimizers keep and what a step costs: real ranks on gloo, one model, each optimizer before and after.
+"""Bytes that optimizers keep, and costs of steps: real ranks on gloo, one model, each optimizer before and after.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.planner.optimizer_memory
 
