@@ -471,7 +471,8 @@ def save_by_torch(folder: Path) -> None:
         with pytest.raises(ValueError, match="Make a group once on every rank.* process_group=group"):
             dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder / "refused", **default)
     assert not (folder / "refused").exists()
-    dcp.async_save({"step": torch.ones(1)}, checkpoint_id=folder.with_name("own"), no_dist=True).result()
+    own = folder.with_name(f"own-{dist.get_rank()}")  # without the others each writes a whole checkpoint
+    dcp.async_save({"step": torch.ones(1)}, checkpoint_id=own, no_dist=True).result()
     group = dist.new_group(backend="gloo")  # not that of training, whose collectives go on
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
