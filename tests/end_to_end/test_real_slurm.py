@@ -184,39 +184,6 @@ def test_a_run_that_is_requeued_and_signalled_goes_on(cluster, tmp_path, tokeniz
     assert (out / "config.json").exists() and not list(out.glob("*stage*"))
 
 
-def test_a_run_goes_on_with_the_nodes_that_are_left(cluster, tmp_path, tokenizer):  # noqa: F811
-    """Two nodes of one copy each, then one of them: the same samples in each step."""
-    tiny_llama().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    words = command(tmp_path / "model", tmp_path, "--max_steps", "6", "--lr_scheduler_type", "constant")
-    words += ["--save_strategy", "steps", "--save_steps", "100", "--per_device_train_batch_size", "1"]
-    more = ["--output_dir", str(tmp_path / "alone"), "--save_strategy", "no", "--gradient_accumulation_steps", "2"]
-    finetune.main([*words, *more])
-    venv, out = environment(tmp_path), tmp_path / "out"
-    (tmp_path / "holding.py").write_text(HOLDING)
-    grid = "use_cpu: true\n" + YAML.format(processes=2, z=1, x=1).replace("{", "{data: auto, ")
-    (tmp_path / "axonn.yaml").write_text(grid)
-    exported = {"VENV": venv, "GPUS_PER_NODE": 1, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
-    exported["HF_DATASETS_CACHE"] = tmp_path / "cache"
-    options = ["--parsable", "--requeue", "--nodes=2", f"--output={tmp_path}/log", f"--chdir={ROOT}"]
-    rest = [FOLDER / "cluster.sh", tmp_path / "axonn.yaml", tmp_path / "holding.py", *words]
-    job = cluster("sbatch", *options, *rest, "--resume_from_checkpoint", "last", **exported).strip()
-    wait_for(lambda: all((out / f"rank{rank}-holds2").exists() for rank in range(2)), "both ranks")
-    (out / "release").touch()
-    cluster("scancel", "--signal=USR1", job)
-    wait_for(lambda: cluster.job(job)["JobState"] == "PENDING", "the job to requeue itself")
-    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"]
-    cluster("scontrol", "update", f"JobId={job}", "NumNodes=1", "NumTasks=1", SOON)
-    cluster.wait_for_state(job, "COMPLETED")
-    log = (tmp_path / "log").read_text()
-    assert "data: auto is 1 on 1 process(es)" in log and "2 batches are accumulated in place of 1" in log, log
-    histories = [
-        json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (tmp_path / "alone", out)
-    ]
-    alone, ours = ([entry["loss"] for entry in history if "loss" in entry] for history in histories)
-    assert len(ours) == 6 and ours == pytest.approx(alone, rel=1e-4)
-
-
 def test_a_study_in_arrays(cluster, tmp_path):
     """Every step is done by a task of an array, in a folder with a space; what fails costs what reads from it alone.
 
