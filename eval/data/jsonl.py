@@ -163,6 +163,24 @@ def write_json(path: Path, content: Any) -> None:
         file.write(json_text(content).encode())
 
 
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Add lines, each with its line feed, to a file, and see that they are on disk."""
+    with open(path, "a", encoding="utf-8", newline="\n") as file:
+        file.write("".join(lines))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def cut_unfinished_line(path: Path) -> bytes:
+    """Remove a last line that a crash cut short from a file, and return the rest."""
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    if complete < len(content):
+        with open(path, "r+b") as file:
+            file.truncate(complete)
+    return content[:complete]
+
+
 def is_count(value: object, *, least: int = 0) -> bool:
     """Return whether a value is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -15,7 +15,15 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hf_axonn_eval.data.jsonl import LARGE, LineFile, made_of, quote_infinity, write_json
+from hf_axonn_eval.data.jsonl import (
+    LARGE,
+    LineFile,
+    append_lines,
+    cut_unfinished_line,
+    made_of,
+    quote_infinity,
+    write_json,
+)
 
 
 RECORD, RESULTS, SUMMARY = "run.json", "results.jsonl", "summary.json"
@@ -235,11 +243,7 @@ class RunDirectory:
 
     def append(self, results: Iterable[SampleResult]) -> None:
         """Add results, and see that they are on disk."""
-        lines = "".join(map(_line, results))
-        with open(self.path / RESULTS, "a", encoding="utf-8", newline="\n") as file:
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
+        append_lines(self.path / RESULTS, map(_line, results))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary."""
@@ -254,11 +258,7 @@ class RunDirectory:
         file = self.path / RESULTS
         if not file.exists():
             return []
-        content = file.read_bytes()
-        complete = content.rfind(b"\n") + 1
-        if complete < len(content):
-            with open(file, "r+b") as handle:
-                handle.truncate(complete)
+        cut_unfinished_line(file)
         return read_results(file)
 
 

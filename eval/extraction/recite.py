@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_axonn_eval.data.jsonl import is_count
+from hf_axonn_eval.data.jsonl import append_lines, cut_unfinished_line, is_count
 
 
 if TYPE_CHECKING:
@@ -108,13 +108,8 @@ class Written:
         """
         if self.path is None or not self.path.exists():
             return {}
-        content = self.path.read_bytes()
-        complete = content.rfind(b"\n") + 1
-        if complete < len(content):
-            with open(self.path, "r+b") as file:
-                file.truncate(complete)
         tokens: dict[str, list[int]] = {}
-        for number, line in enumerate(content[:complete].splitlines(), start=1):
+        for number, line in enumerate(cut_unfinished_line(self.path).splitlines(), start=1):
             try:
                 entry = json.loads(line)
                 if not all(map(is_count, entry["tokens"])):
@@ -128,13 +123,8 @@ class Written:
         """Add steps, and see that they are on disk."""
         if self.path is None or not steps:
             return
-        lines = (
-            json.dumps({"sample_id": name, "tokens": list(tokens)}, separators=(",", ":")) for name, tokens in steps
-        )
-        with open(self.path, "a", encoding="utf-8", newline="\n") as file:
-            file.write("".join(f"{line}\n" for line in lines))
-            file.flush()
-            os.fsync(file.fileno())
+        entries = ({"sample_id": name, "tokens": list(tokens)} for name, tokens in steps)
+        append_lines(self.path, (f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries))
 
 
 def deal(left: Mapping[int, int], *, rows: int, count: int, step: int) -> tuple[list[list[list[int]]], int]:

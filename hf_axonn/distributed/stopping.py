@@ -26,7 +26,6 @@ from hf_axonn.distributed.watchdog.signals import request_stop, stop_requested
 from hf_axonn.distributed.watchdog.watchdog import end_as_asked
 
 
-EXIT_CODE = 75  # of a process that has saved and is to be started again: EX_TEMPFAIL of sysexits.h
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERVAL = 1.0  # seconds between two looks; longer in worlds of more than 2,000 ranks, which share one store
 PATIENCE = 15.0  # seconds in which every living rank promises

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from transformers import TrainingArguments
 
 from hf_axonn.goldfish.mask import check_options
 from hf_axonn.goldfish.rivals import EntroDrop, NgramPenalty, TfIdf
-from hf_axonn.goldfish.strategy import LossStrategy
+from hf_axonn.goldfish.strategy import LossStrategy, Source
 from hf_axonn.goldfish.table import load_table, table_sha256
 
 
-LOSSES = ("goldfish", "entrodrop", "tf-idf", "ngram")
+Loss = Literal["goldfish", "entrodrop", "tf-idf", "ngram"]
+LOSSES: tuple[Loss, ...] = get_args(Loss)
 
 
 @dataclass
@@ -72,7 +73,7 @@ class GoldfishConfig(TrainingArguments):
         default=None, metadata={"help": "Seed of the strategies random and seeded_random. Default: that of the run."}
     )
 
-    loss_strategy: Literal["goldfish", "entrodrop", "tf-idf", "ngram"] = field(
+    loss_strategy: Loss = field(
         default="goldfish",
         metadata={
             "help": "The loss against memorization: goldfish; entrodrop leaves out labels where a model is sure; "
@@ -86,7 +87,7 @@ class GoldfishConfig(TrainingArguments):
         default=0.5,
         metadata={"help": "entrodrop: share of a row's labels, of lowest entropy, that are candidates."},
     )
-    entrodrop_source: Literal["model", "frozen"] = field(
+    entrodrop_source: Source = field(
         default="model", metadata={"help": "entrodrop: whose entropies: the model as it trains, or a frozen one."}
     )
     ngram_length: int = field(default=4, metadata={"help": "ngram: tokens of an n-gram."})

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from hf_axonn.losses.causal_lm import IGNORE_INDEX
 
 
 Source = Literal["model", "frozen"]
-SOURCES: tuple[Source, ...] = ("model", "frozen")
+SOURCES: tuple[Source, ...] = get_args(Source)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ import time
 from types import TracebackType
 from typing import Any
 
+from hf_axonn.distributed.watchdog.signals import EXIT_CODE
 
-STOPPED = 75  # what ranks end with that a signal has asked to stop (distributed/stopping.py, which imports torch)
-LINGER = 3.0  # seconds after that: srun ends the launchers of other nodes as soon as the first one has failed
+
+LINGER = 3.0  # seconds after EXIT_CODE: srun ends the launchers of other nodes as soon as the first one has failed
 
 
 def shorten_child_failures() -> None:
@@ -28,7 +29,7 @@ def shorten_child_failures() -> None:
             stock(kind, error, traceback)
             return
         code = exit_code(error)
-        if code == STOPPED:
+        if code == EXIT_CODE:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of srun, which ends with the largest exit code
             print(f"hf_axonn: the ranks have saved and stopped: exit code {code}.", file=sys.stderr)
             time.sleep(LINGER)

@@ -22,7 +22,8 @@ from typing import Any
 
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.replaced import replace_attributes
-from hf_axonn.distributed.stopping import EXIT_CODE, Agreement, stop_when_asked
+from hf_axonn.distributed.stopping import Agreement, stop_when_asked
+from hf_axonn.distributed.watchdog.signals import EXIT_CODE
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.trainer.model_card import describe_batch
 from hf_axonn.trainer.saving import BATCH, wait_for_save

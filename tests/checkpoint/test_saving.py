@@ -407,7 +407,7 @@ def test_a_rank_that_saves_less_is_an_error_on_all_and_the_old_one_stands(old, t
 
 
 def _save_with_joined_reports(model, optimizer, folder: Path) -> None:
-    """As on thousands of ranks, whose reports other ranks than rank 0 read; and one of these cannot."""
+    """Save as on thousands of ranks, whose reports other ranks than rank 0 read; and one of these cannot."""
     with mock.patch.object(saving, "JOINED", 1):
         for background in (False, True):
             save_sharded(model, folder / f"joined {background}", optimizer=optimizer, async_save=background)

@@ -58,6 +58,7 @@ def test_moments_in_host_memory_are_counted_there(tmp_path, capsys):
     host, of_host = re.search(
         f"host {pattern}AdamW's moments; memory of rank 0: .* moments in use, ", printed[1]
     ).groups()
+    # Printed with two or three digits.
     assert float(host) * 1024 ** (of_host == "MiB") == pytest.approx(float(number) / 2 * 1024 ** (unit == "MiB"), 0.01)
 
 

@@ -154,7 +154,7 @@ def _groups_of_four_ranks() -> list:
 
 
 def _use_the_named_mesh(grid: Grid) -> None:
-    """What a user does on the axes of a model, with torch's own functions."""
+    """Work of a user on the axes of a model, with torch's own functions."""
     model, _ = parallelize(tiny_model("llama"), grid)
     groups = len(dist.distributed_c10d._world.pg_map)
     named, here = model.axonn.mesh, grid.coordinates(dist.get_rank())

@@ -31,7 +31,9 @@ def test_ranks_that_are_steps_apart_stop_after_the_same_one(ranks):
     for agreement, ends in zip(agreements, (2, 5, 3), strict=True):
         assert not any(agreement.reaches_end() for _ in range(ends))
     request.set()
-    time.sleep(0.5)
+    end = time.monotonic() + 60  # reached only where a thread makes no promise at all
+    while any(agreement._promised is None for agreement in agreements) and time.monotonic() < end:
+        time.sleep(0.01)
     stopped = []
 
     def train(rank: int, ends: int) -> None:

@@ -58,11 +58,11 @@ def test_steps_have_the_same_bits_bucket_by_bucket() -> None:
                 for own, optimizer in zip((ours, theirs), optimizers, strict=True):
                     step(optimizer, own, seed)
         assert [group["params"] for group in optimizers[0].param_groups] == groups
-        for mine, true in zip(ours, theirs, strict=True):
-            assert torch.equal(mine, true), (kind, options)
-            assert optimizers[0].state[mine].keys() == optimizers[1].state[true].keys()
+        for moved, true in zip(ours, theirs, strict=True):
+            assert torch.equal(moved, true), (kind, options)
+            assert optimizers[0].state[moved].keys() == optimizers[1].state[true].keys()
             for name, value in optimizers[1].state[true].items():
-                other = optimizers[0].state[mine][name]
+                other = optimizers[0].state[moved][name]
                 assert torch.equal(other, value) if isinstance(value, Tensor) else other == value, (kind, name)
 
 
@@ -112,7 +112,7 @@ def run(folder: Path, grid: Grid, offload: str, **options) -> tuple[list[dict], 
 
 def same(one: tuple[list[dict], list[Tensor]], other: tuple[list[dict], list[Tensor]], *, steps: int = 5) -> None:
     assert one[0][-steps:] == other[0][-steps:]
-    assert all(torch.equal(mine, true) for mine, true in zip(one[1], other[1], strict=True))
+    assert all(torch.equal(moved, true) for moved, true in zip(one[1], other[1], strict=True))
 
 
 def _train(folder: Path) -> None:

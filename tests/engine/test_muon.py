@@ -67,7 +67,7 @@ def values(model: nn.Module, optimizer: Muon) -> dict[str, Tensor]:
 
 
 def _on_grids(truths: dict, grids: list[Grid], options: dict) -> list[tuple[str, Grid, int, int]]:
-    """How many matrices of each model this rank orthogonalizes on each grid, and how many are sharded."""
+    """Count the matrices of each model that this rank orthogonalizes on each grid, and those that are sharded."""
     counts = []
     for grid in grids:
         for name, truth in truths.items():

@@ -222,7 +222,7 @@ print(f"loss {loss.item():.5f} held {held}", flush=True)
 def test_an_unmodified_script_loads_slices_where_the_file_says_so(tmp_path):
     """Its model is loaded before anything knows of ranks; losses are those of whole models that are sharded later."""
     tiny_model("qwen3", dtype=torch.float32).save_pretrained(tmp_path / "model")
-    said = {}
+    printed = {}
     for load in ("whole", "sharded"):
         place = tmp_path / load
         place.mkdir()
@@ -230,10 +230,10 @@ def test_an_unmodified_script_loads_slices_where_the_file_says_so(tmp_path):
         done, _ = start(place, *words, file=f"{GOOD}  load: {load}\n", script=UNMODIFIED)
         assert done.returncode == 0, done.stderr
         assert ("loaded whole on every rank" in done.stderr) == (load == "whole")
-        said[load] = re.findall(r"loss (\S+) held (\d+)", done.stdout)
-        assert len(said[load]) == 2, done.stdout
-    assert {loss for load in said.values() for loss, _ in load} == {said["whole"][0][0]}
-    assert all(int(held) < 0.6 * int(said["whole"][0][1]) for _, held in said["sharded"])
+        printed[load] = re.findall(r"loss (\S+) held (\d+)", done.stdout)
+        assert len(printed[load]) == 2, done.stdout
+    assert {loss for load in printed.values() for loss, _ in load} == {printed["whole"][0][0]}
+    assert all(int(held) < 0.6 * int(printed["whole"][0][1]) for _, held in printed["sharded"])
 
 
 WRONG = {

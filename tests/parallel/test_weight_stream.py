@@ -65,7 +65,7 @@ def make(case: str) -> nn.Module:
 
 
 def saved(case: str, folder: Path) -> dict[str, torch.Tensor]:
-    """What is in the files of one process, adapters merged."""
+    """Return the tensors in the files of one process, adapters merged."""
     model: Any = make(case)
     (model.merge_and_unload() if CASES[case][1] else model).save_pretrained(folder / case)
     (file,) = (folder / case).glob("*.safetensors")

@@ -17,6 +17,7 @@ import time
 from types import FrameType
 
 
+EXIT_CODE = 75  # of a process that has saved and is to be started again: EX_TEMPFAIL of sysexits.h
 stop_requested = threading.Event()  # a signal asks this run to save and to stop (distributed/stopping.py)
 
 

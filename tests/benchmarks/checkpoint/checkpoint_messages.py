@@ -38,7 +38,7 @@ COLUMNS = ("collectives", "bytes sent", "bytes received", "files opened", "files
 
 
 class Counts:
-    """What this process does inside of `counting`, by COLUMNS; nothing inside of `paused`."""
+    """Messages and files of this process inside of `counting`, by COLUMNS; nothing inside of `paused`."""
 
     def __init__(self) -> None:
         self.found: Counter[str] = Counter()

@@ -184,9 +184,9 @@ WHOLE = [(grid, len(OPTIONS) - back) for grid in ("plain2", "data2") for back in
 )
 def test_every_grid_answers_as_one_process_does(world, count, of_gemma2, left_out):
     options = {"llama": OPTIONS, "gemma2": of_gemma2}
-    asked = {name: with_beginnings(parting_samples(family(name), count)) for name in options}
-    [alone] = run_ranks(on_grids, 1, asked, {"alone": None}, options)
-    first, *others = run_ranks(on_grids, world, asked, GRIDS[world], options, left_out)
+    samples = {name: with_beginnings(parting_samples(family(name), count)) for name in options}
+    [alone] = run_ranks(on_grids, 1, samples, {"alone": None}, options)
+    first, *others = run_ranks(on_grids, world, samples, GRIDS[world], options, left_out)
     assert all(answer == [] for other in others for answer in other.values())
     for (name, grid, number), results in first.items():
         wanted = alone[name, "alone", number]

@@ -29,7 +29,7 @@ def long_samples(count: int = 2) -> list[Sample]:
 
 
 def reference(model, sample: Sample, recital: Recital) -> list[int]:
-    """By the words of the definition, one token after the other."""
+    """Follow the words of the definition, one token after the other."""
     written: list[int] = []
     while len(written) < len(sample.suffix):
         prompt = [*sample.prefix, *written][-(recital.context - recital.step) :]
@@ -170,7 +170,7 @@ def test_samples_of_first_sentences():
 
 @pytest.mark.slow
 def test_the_commands_from_documents_to_the_page(tmp_path, capsys):
-    """What docs/attacks.md prints: the seed is a sentence, the cost is said first, the texts stand side by side."""
+    """The commands of docs/attacks.md: the seed is a sentence, the cost comes first, the texts stand side by side."""
     trained_llama().save_pretrained(tmp_path / "model")
     topics_tokenizer().save_pretrained(tmp_path / "model")
     text = f"This is the first sentence of it. {'if else ' * 60}"

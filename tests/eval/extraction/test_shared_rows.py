@@ -28,11 +28,11 @@ def fields(result) -> dict:
 
 
 def assert_close(one, other, within: float = 1e-10) -> None:
-    mine, yours = fields(one), fields(other)
-    assert mine.keys() == yours.keys()
-    for name, value in mine.items():
+    first, second = fields(one), fields(other)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
         numbers = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [value]
-        against = yours[name]
+        against = second[name]
         against = (
             against
             if isinstance(against, list)

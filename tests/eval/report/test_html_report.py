@@ -358,8 +358,8 @@ def offsets(*pairs, known=(), **changes):
 
 
 def test_grids_of_prefix_length_and_offset():
-    asked = [(offset, length) for offset in (0, 4, 16) for length in (8, 32)]
-    runs = {"only": offsets(*asked[:-1], known=[(0, 8)], bucket=3)}
+    cells = [(offset, length) for offset in (0, 4, 16) for length in (8, 32)]
+    runs = {"only": offsets(*cells[:-1], known=[(0, 8)], bucket=3)}
     found = html._offsets(compare(runs), runs)
     assert [row[:4] for row in found["rows"]] == [["3x", "only", str(length), str(offset)] for length, offset in (
         (8, 0), (8, 4), (8, 16), (32, 0), (32, 4),
@@ -368,11 +368,11 @@ def test_grids_of_prefix_length_and_offset():
     [chart] = found["charts"]
     assert chart.count('class="cell s0"') == 5, "what was not asked is empty"
     assert chart.count('fill-opacity="0.450"') == 1 and chart.count('fill-opacity="0.000"') == 4
-    for one_of_both in (asked[:2], asked[::2]):
+    for one_of_both in (cells[:2], cells[::2]):
         runs = {"only": offsets(*one_of_both)}
         assert html._offsets(compare(runs), runs) == {}
     assert html._offsets(compare(runs), {}) == {}
-    shown = html_page(compare(runs), runs=runs, offset_runs={"only": offsets(*asked)})
+    shown = html_page(compare(runs), runs=runs, offset_runs={"only": offsets(*cells)})
     assert 'id="offset"' in shown and 'id="offset"' not in html_page(compare(runs), runs=runs)
 
 
