@@ -104,6 +104,16 @@ def test_losses_that_differ_are_seen_but_not_those_of_the_floors():
     assert report.loss_difference(heats[:1]) == 0.0
 
 
+@pytest.mark.parametrize("longer", [0, 1])
+def test_losses_of_a_heat_that_time_ended_are_compared_as_far_as_they_go(longer):
+    heats = [{"x=2": [turn(1.0, loss=2.0)]}, {"x=2": [turn(1.0, loss=2.0)], "z=2": [turn(1.0, loss=2.0)]}]
+    for turns in heats[longer].values():
+        turns.append(turn(1.0, loss=3.0))
+    assert report.loss_difference(heats) == 0.0
+    heats[1]["z=2"][-1].losses[:] = [3.6]
+    assert report.loss_difference(heats) == pytest.approx(0.8 if longer == 0 else 0.2)
+
+
 def test_floors_divide_the_work():
     config = contenders.narrow(peers.model_config("tiny", sequence=32), 2)
     assert (config.num_attention_heads, config.intermediate_size, config.vocab_size) == (2, 48, 256)

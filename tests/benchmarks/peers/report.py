@@ -7,6 +7,7 @@ turns were quiet, only these count.
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import statistics
@@ -87,14 +88,18 @@ def speed_ratios(runs: list[Run], name: str, other: str) -> list[float]:
 
 
 def loss_difference(runs: list[Run]) -> float:
-    """The largest relative difference of any loss from that of the first contender that trains, at the same step."""
+    """Return the largest relative difference of a loss from the first contender's that trained as many steps.
+
+    A heat that time ended has fewer steps than another.
+    """
     curves = [
         [loss for turn in turns for loss in turn.losses]
         for run in runs
         for name, turns in run.items()
         if name not in FLOORS
     ]
-    return max(abs(loss / first - 1) for curve in curves for loss, first in zip(curve, curves[0], strict=True))
+    steps = ([loss for loss in step if loss is not None] for step in itertools.zip_longest(*curves))
+    return max(abs(loss / losses[0] - 1) for losses in steps for loss in losses)
 
 
 def _spread(ratios: list[float]) -> str:
