@@ -14,7 +14,7 @@ import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import (
@@ -139,9 +139,10 @@ def load_model(args: ModelArguments, grid: hf_axonn.Grid | None):
 
 
 def load_frozen(args: ModelArguments, grid: hf_axonn.Grid | None, training: GoldfishConfig):
-    """Load the model a second time, without adapters, where the loss compares with it as it was; None elsewhere."""
+    """Load the model a second time where the loss compares with it as it was; None elsewhere, and beside adapters."""
     rival = training.make_rival()
-    return load_model(replace(args, lora_r=0), grid) if rival is not None and "frozen" in rival.sources else None
+    reads = rival is not None and "frozen" in rival.sources
+    return load_model(args, grid) if reads and not args.lora_r else None
 
 
 def add_lora(model, args: ModelArguments):

@@ -20,6 +20,13 @@ def without_peft(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
+def trained_beside_adapters(model: Any) -> list[str]:
+    """Return the names of trained parameters that a PeftModel also uses with its adapters off, such as biases."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with model.disable_adapter():
+        return [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in trained]
+
+
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """PEFT's layers in a model: name, layer and a short name of its class, as in lora.Linear or ia3.Linear."""
     if "peft" not in sys.modules:

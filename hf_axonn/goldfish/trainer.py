@@ -35,6 +35,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.compat.messages import get_logger
+from hf_axonn.compat.peft import trained_beside_adapters
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.documents import document_fields, find_document_ids, separate_documents
 from hf_axonn.engine.state import parallel_state
@@ -70,7 +71,7 @@ class GoldfishMixin(RecordingMixin):
     Args:
         loss_strategy: in place of the one that `args` names; it is not for goldfish=False.
         frozen_model: what a strategy with the source "frozen" reads; another object than the model that is trained.
-            On a grid it is parallelized like it.
+            On a grid it is parallelized like it. None with PEFT's adapters: the trained model with its adapters off.
         args, kwargs: as the Trainer's.
     Raises:
         ValueError: a library has a release that is not proven (`check_versions`), args of another class, a model
@@ -105,7 +106,7 @@ class GoldfishMixin(RecordingMixin):
             )
         self._strategy_given = loss_strategy is not None
         self.loss_strategy = make_strategy(self.args, self.args.device) if loss_strategy is None else loss_strategy
-        self._sources: dict[str, nn.Module | None] = {"frozen": self._freeze(frozen_model)}
+        self._frozen = self._freeze(frozen_model)
         self._warned_unprotected = False
         self._warned_no_rows = False
         self._token_loss()
@@ -301,22 +302,30 @@ class GoldfishMixin(RecordingMixin):
 
     def _statistics(self, source: Source, batch: dict[str, Any]) -> TokenStatistics:
         """Return what a source says of the labels of a batch."""
-        model = self.model if source == "model" else self._sources[source]
-        assert isinstance(model, nn.Module)
+        frozen = self._frozen if source == "frozen" else None
+        model: Any = self.model if frozen is None else frozen
+        before_training = model.disable_adapter() if source == "frozen" and frozen is None else nullcontext()
         inputs = {name: value for name, value in batch.items() if name not in (*PRIVATE_KEYS, "shift_labels")}
         inputs = self._prepare_inputs(self._separate_documents(inputs))
-        with self.accelerator.autocast():
+        with before_training, self.accelerator.autocast():
             found = token_statistics(model, install_causal_lm_loss(_without_wrappers(self.accelerator, model)), inputs)
         device = batch["labels"].device
         return TokenStatistics(found.log_probs.to(device), found.entropy.to(device))
 
     def _freeze(self, model: nn.Module | None) -> nn.Module | None:
-        """Make the frozen model of a strategy ready.
+        """Make the frozen model of a strategy ready; return None where that is the trained one, its adapters off.
 
         Raises:
             ValueError: there is none and the strategy reads one, or the other way round, or it is the trained one.
         """
         name, reads = type(self.loss_strategy).__name__, "frozen" in self.loss_strategy.sources
+        if model is None and reads and hasattr(self.model, "disable_adapter"):
+            if trained := trained_beside_adapters(self.model):
+                raise ValueError(
+                    f"{name} reads a frozen model, and with its adapters off this one still uses what is trained "
+                    f"beside them ({trained[0]}; {len(trained)} in all): pass frozen_model=... ."
+                )
+            return None
         if (model is not None) != reads:
             what = "reads a frozen model, but none is given" if reads else "reads no frozen model, but one is given"
             raise ValueError(f"{name} {what}: {'pass' if reads else 'omit'} frozen_model=... .")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid, LossStrategy
@@ -162,11 +163,19 @@ def frozen_of(options: dict) -> dict:
     return {"frozen_model": model}
 
 
+def adapted(**options) -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **options)
+        return get_peft_model(tiny_model("llama", num_hidden_layers=2), config)
+
+
 def history_of(folder: Path, grid: Grid | None, options: dict) -> list[dict]:
-    own = {"loss_strategy": Focal()} if options.get("loss_strategy") is None else frozen_of(options)
     kept = {name: value for name, value in options.items() if value is not None}
-    layers = max(2, grid.pipe if grid else 1)
-    return train(folder, grid, model=tiny_model("llama", num_hidden_layers=layers), given=own, **BRIEF | kept)
+    if kept.pop("adapters", False):
+        return train(folder, grid, model=adapted(), **BRIEF | kept)
+    own = frozen_of(options) if "loss_strategy" in kept else {"loss_strategy": Focal()}
+    return train(folder, grid, model=tiny_model("llama", num_hidden_layers=2), given=own, **BRIEF | kept)
 
 
 def histories(folder: Path, grids: list[Grid], cases: list[dict]) -> list[list]:
@@ -176,7 +185,7 @@ def histories(folder: Path, grids: list[Grid], cases: list[dict]) -> list[list]:
 @pytest.mark.slow
 def test_rivals_on_grids_equal_one_process(tmp_path):
     """Train in float64 on 8 ragged rows a step, in two micro-batches; over context ranks have parts of these rows."""
-    cases = [*RIVALS, {"loss_strategy": None}]
+    cases = [*RIVALS, {"loss_strategy": None}, RIVALS[-1] | {"adapters": True}]
     grids = [Grid(x=2), Grid(z=2), Grid(data=2), Grid(z=2, context=2), Grid(pipe=2)]
     truth = [history_of(tmp_path / "truth", None, options) for options in cases]
     last = [history[2]["grad_norm"] for history in truth]
@@ -185,6 +194,19 @@ def test_rivals_on_grids_equal_one_process(tmp_path):
         for grid, runs in zip(grids, found, strict=True):
             worst = [worst_difference(ours, true) for ours, true in zip(runs, truth, strict=True)]
             assert max(worst) < 1e-10, (grid, worst)
+
+
+def test_a_model_with_its_adapters_off_is_the_frozen_one(tmp_path):
+    options = BRIEF | {"loss_strategy": "ngram", "ngram_length": 2, "ngram_margin": 0.0, "learning_rate": 0.05}
+    given = {"frozen_model": tiny_model("llama", num_hidden_layers=2)}
+    apart = train(tmp_path, model=adapted(), given=given, **options)
+    assert train(tmp_path, model=adapted(), **options) == apart
+    assert train(tmp_path, model=adapted(), **options | {"ngram_weight": 0.0}) != apart
+    trained = r"still uses what is trained beside them \(base_model.model.model.norm.weight; 1 in all\)"
+    model = adapted()
+    model.base_model.model.model.norm.weight.requires_grad_()
+    with pytest.raises(ValueError, match=trained):
+        make_trainer(tmp_path, None, model=model, **options)
 
 
 def test_settings_name_a_rival_and_wrong_ones_are_refused(tmp_path):
