@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from hf_axonn.compat.messages import get_logger
@@ -63,10 +64,21 @@ def _close(here: tuple[int, int], longest: tuple[int, int]) -> bool:
     return all(most * abs(large - small) <= large for large, small, most in zip(longest, here, PADDING, strict=True))
 
 
+def even_rows(count: int, batch_size: int, shares: int) -> int:
+    """Return how many of `count` rows are in a batch, at most `batch_size`, so that each of several `shares` of ranks
+    gets as many batches."""
+    if shares == 1:
+        return batch_size
+    batches = shares * -(-count // (batch_size * shares))
+    return -(-count // batches)
+
+
 def plan_units(batches: Sequence[T], shares: int) -> list[list[T]]:
-    """Divide batches into units of equal length, as long as there is one for each of `shares` ranks."""
-    together = max(1, min(MOST_TOGETHER, len(batches) // shares))
-    return [list(batches[start : start + together]) for start in range(0, len(batches), together)]
+    """Divide batches into units of about equal length, as many for each of `shares` ranks where there are enough."""
+    units = min(len(batches), shares * -(-len(batches) // (MOST_TOGETHER * shares)))
+    size, longer = divmod(len(batches), max(1, units))
+    starts = [number * size + min(number, longer) for number in range(units + 1)]
+    return [list(batches[start:stop]) for start, stop in pairwise(starts)]
 
 
 def in_passes(batches: Sequence[Sequence[int]], fed: Sequence[int], device: torch.device) -> list[list[int]]:

@@ -64,9 +64,10 @@ class Runner(Asker):
                 rows = batches.fitting_batch_size(self.model, self.work_split, longest=longest, kept_logits=keep)
             self.rows = self.planned = rows
             self.decoded = batches.decoded_rows(self.model, self.rows, longest)
-            planned = batches.plan_batches(of_rows, self.rows, padding=scoring.may_be_padded(self.model))
+            even = batches.even_rows(len(heads), self.rows, self.work_split.count)
+            planned = batches.plan_batches(of_rows, even, padding=scoring.may_be_padded(self.model))
             units = batches.plan_units(planned, self.work_split.count)
-            self.plan = {"rows": self.rows, "number": len(planned), "in_a_unit": len(units[0])}
+            self.plan = {"rows": even, "number": len(planned), "in_a_unit": len(units[0])}
             chunked = options.stop_early and can_be_kept(self.model)
             most = matching.FIRST_CHUNK if chunked else longest
             fed = [prefix + min(suffix, most) - 1 for prefix, suffix in of_rows]

@@ -258,9 +258,7 @@ def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, ca
     options = _options(model, tokens, padding, cache=cache)
     if "logits_to_keep" in parameters_of(model):
         options["logits_to_keep"] = keep
-    logits = model(input_ids=tokens, **options).logits[:, -keep:]
-    # of a grid the numbers of one place lie far apart: to look through them so takes several times what a copy does
-    return logits if logits.stride(-1) == 1 else logits.contiguous()
+    return model(input_ids=tokens, **options).logits[:, -keep:]
 
 
 def _options(model, tokens: Tensor, padding: Sequence[int], *, cache=None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hf_axonn.compat.packed_weights import PackedWeights
 from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
@@ -107,6 +108,7 @@ class PassContext:
         stage: of a pipeline that is running (`running`); None outside of them.
         deferred: where backward passes leave the computation of weight gradients (`deferring`); None: they compute
             them.
+        packed: packed copies of weights for passes without gradients (`packing`); None: torch's own products.
         gather_cache: gathered weights that outlive their multiplication.
         gather_ahead: gathers that begin before they are needed.
         gradient_schedule: when finished weight gradients are handed to autograd.
@@ -129,6 +131,7 @@ class PassContext:
         self.first_run: FirstRun | None = None
         self.random_seed: int | None = None
         self.random_count = 0
+        self.packed: PackedWeights | None = None
         self.gather_cache = GatherCache()
         ahead = config.overlap.all_gather and z > 1
         self.gather_ahead = GatherAhead(
@@ -222,6 +225,10 @@ class PassContext:
         assert self.deferred is not None
         deferred, self.deferred = self.deferred, []
         return deferred
+
+    def packing(self, packed: PackedWeights) -> AbstractContextManager[None]:
+        """Multiply by packed copies in passes without gradients inside, in which no weight may change."""
+        return replace_attributes({(self, "packed"): packed})
 
     def own_items(self) -> AbstractContextManager[None]:
         """Take the num_items_in_batch of passes inside as those of this (data, z) alone."""

@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hf_axonn.compat.packed_weights import PackedProduct
 from hf_axonn.compat.torch import in_backward, reshaped_result
 from hf_axonn.distributed.collectives import Pending, start_reduce_scatters
 from hf_axonn.distributed.mesh import GridMesh
@@ -84,6 +85,26 @@ def multiply(input_: Tensor, weights: list[Tensor], matmul: Matmul = plain) -> l
             for p in range(in_blocks):
                 matmul("forward", output[q], input_[p], weight[q, :, p].t(), accumulate=p > 0)
     return [merged] if out_blocks > 1 else outputs
+
+
+def list_matrices(blocks: list[Tensor]) -> list[Tensor]:
+    """Return the matrices [n, k] of blocks [Q, n, P, k], by weight, q and p."""
+    if blocks[0].dim() == 2:
+        return blocks
+    return [matrix for block in blocks for of_q in block.unbind() for matrix in of_q.unbind(dim=1)]
+
+
+def multiply_packed(input_: Tensor, products: Sequence[PackedProduct], out_blocks: int) -> list[Tensor]:
+    """Same as `multiply`, of an input [P, T, k] by a product for each of `list_matrices`; Q is `out_blocks`."""
+    blocks = input_.unbind()
+    sums = []
+    for begin in range(0, len(products), len(blocks)):
+        total, *others = [product(block, None) for product, block in zip(products[begin:], blocks, strict=False)]
+        for other in others:
+            total += other
+        sums.append(total)
+    outputs = [torch.stack(sums[begin : begin + out_blocks]) for begin in range(0, len(sums), out_blocks)]
+    return [torch.cat(outputs, dim=-1)] if out_blocks > 1 else outputs
 
 
 def input_gradient(grads: list[Tensor], weights: list[Tensor], matmul: Matmul = plain) -> Tensor:
@@ -143,6 +164,14 @@ class Product:
         dtype = self.state.compute_dtype(input_, self.weights)
         input_ = input_.to(dtype)
         entry = None if over is None else GatheredInput(input_, over, tokens, overlap=self.state.overlap_all_reduce)
+        if input_.numel() and (packed := self._pack(dtype)) is not None:
+            full = input_ if entry is None else entry.wait()
+            if self.layouts[0].is_matrix:
+                outputs = [product(full, None) for product in packed]
+            else:
+                outputs = multiply_packed(self.blocks_of(full), packed, self.layouts[0].out_blocks)
+                outputs = self._as_input(outputs, full.shape)
+            return outputs if tokens is None else [full, *outputs]
         gathered = self.gather_blocks(dtype)
         if self.keeps:
             cache, key, with_graph = self.state.context.gather_cache, self._key(dtype), torch.is_grad_enabled()
@@ -161,6 +190,21 @@ class Product:
             outputs = self.multiply(self.blocks_of(full), gathered.blocks, full.shape)
         return outputs if tokens is None else [full, *outputs]
 
+    def _pack(self, dtype: torch.dtype) -> list[PackedProduct] | None:
+        """Return the products with packed copies, of each weight by q and p; None where they are not packed.
+
+        Weights that are gathered for each pass anew are not, nor those that are stored in another dtype (autocast, 4
+        bits). What is kept is gathered all the same: another rank of z may have no room for copies.
+        """
+        packed, cache = self.state.context.packed, self.state.context.gather_cache
+        if packed is None or torch.is_grad_enabled() or (self.gathers and not cache.everything):
+            return None
+        if any(weight.parameter.dtype != dtype for weight in self.weights):
+            return None
+        if self.gathers:
+            self.gather(dtype)
+        return packed.products(self._key(dtype), lambda: list_matrices(self.gather(dtype)))
+
     def _leaves(self) -> Sequence[Tensor]:
         """Return the tensors that get the gradients: without z the parameters; none if nothing is trained."""
         if self.state.grid_mesh.size("z") > 1:
@@ -178,7 +222,10 @@ class Product:
 
     def multiply(self, blocks: Tensor, weights: list[Tensor], shape: torch.Size) -> list[Tensor]:
         """Return what `run` does for an input of this shape, whose `blocks_of` these are. No communication."""
-        outputs = multiply(blocks, weights, self.state.matmul)
+        return self._as_input(multiply(blocks, weights, self.state.matmul), shape)
+
+    def _as_input(self, outputs: list[Tensor], shape: torch.Size) -> list[Tensor]:
+        """Give the outputs of `multiply` the leading dims of the input, whose shape this is."""
         if self.layouts[0].out_blocks > 1:
             return outputs
         leading = shape[1:-1] if self.layouts[0].in_blocks > 1 else shape[:-1]

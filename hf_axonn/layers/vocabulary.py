@@ -97,15 +97,15 @@ def _full_weight(layer: Embedding | Head, size: int) -> Tensor:
     return in_order(gather_replicated(block, layer.state.grid_mesh.group("x", "y")), size, layer.state.grid_mesh)
 
 
-def in_order(blocks: Tensor, size: int, mesh: GridMesh) -> Tensor:
-    """[x*y, V/(x*y), ...] as ranks hold it -> [V, ...]. No communication."""
+def in_order(blocks: Tensor, size: int, mesh: GridMesh, dim: int = 0) -> Tensor:
+    """[x*y, V/(x*y), ...] as ranks hold it -> [V, ...]; `dim` is that of V. No communication."""
     # Ranks of (x, y) are numbered with y innermost, the vocabulary is sharded over y first.
     parts = [
-        blocks[x * mesh.size("y") + y][: len(vocabulary_range(size, mesh, y=y, x=x))]
+        blocks[x * mesh.size("y") + y].narrow(dim, 0, len(vocabulary_range(size, mesh, y=y, x=x)))
         for y in range(mesh.size("y"))
         for x in range(mesh.size("x"))
     ]
-    return torch.cat(parts)
+    return torch.cat(parts, dim)
 
 
 class Embedding:
@@ -223,7 +223,7 @@ class Head:
         if bias is not None:
             local = local + bias.to(local.dtype)
         blocks = gather_replicated(local.reshape(-1, local.shape[-1]), mesh.group("x", "y"))
-        return in_order(blocks.transpose(1, 2), size, mesh).t().reshape(*hidden.shape[:-1], size)
+        return in_order(blocks, size, mesh, dim=1).view(*hidden.shape[:-1], size)
 
     def full_weight(self) -> Tensor:
         """See `_full_weight`."""

@@ -7,7 +7,15 @@ from torch import nn
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
-from hf_axonn.engine.matmul3d import Product, gathered_weight, input_gradient, multiply, weight_gradient
+from hf_axonn.engine.matmul3d import (
+    Product,
+    gathered_weight,
+    input_gradient,
+    list_matrices,
+    multiply,
+    multiply_packed,
+    weight_gradient,
+)
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.parallel.install import shard_parameters
@@ -37,6 +45,10 @@ def test_blocked_products_are_einsums(in_blocks, out_blocks):
         outputs = outputs[0].split([3, 2], dim=2)
     for output, its in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output, its)
+    products = [lambda rows, bias, matrix=matrix: rows @ matrix.t() for matrix in list_matrices(weights)]
+    packed = multiply_packed(input_, products, out_blocks)
+    assert len(packed) == (1 if out_blocks > 1 else 2)
+    torch.testing.assert_close(torch.cat(packed, dim=-1), torch.cat(expected, dim=-1))
     grads = [torch.randn_like(output) for output in expected]
     terms = [torch.einsum("qtn,qnpk->ptk", grad, weight) for grad, weight in zip(grads, weights, strict=True)]
     torch.testing.assert_close(input_gradient(grads, weights), sum(terms))

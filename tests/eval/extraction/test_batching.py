@@ -11,6 +11,7 @@ import torch
 from hf_axonn_eval.extraction import batching
 from hf_axonn_eval.extraction.batching import (
     decoded_rows,
+    even_rows,
     fitting_batch_size,
     halving,
     in_passes,
@@ -67,21 +68,36 @@ def test_padding_is_measured_from_the_longest_of_the_batch():
     ("batches", "shares", "units"),
     [
         (16, 1, [8, 8]),
-        (17, 1, [8, 8, 1]),
+        (17, 1, [6, 6, 5]),
         (7, 1, [7]),
         (16, 4, [4] * 4),
         (16, 2, [8, 8]),
-        (15, 2, [7, 7, 1]),
-        (9, 2, [4, 4, 1]),
-        (3, 2, [1, 1, 1]),
+        (15, 2, [8, 7]),
+        (9, 2, [5, 4]),
+        (3, 2, [2, 1]),
+        (40, 2, [7, 7, 7, 7, 6, 6]),
         (2, 3, [1, 1]),
         (0, 2, []),
     ],
 )
-def test_units_are_equal_and_there_is_one_for_each_rank(batches, shares, units):
+def test_units_are_about_equal_and_as_many_for_each_rank(batches, shares, units):
     planned = plan_units(range(batches), shares)
     assert [len(unit) for unit in planned] == units
     assert [batch for unit in planned for batch in unit] == list(range(batches))
+
+
+def test_batches_are_so_small_that_each_rank_has_as_many():
+    assert even_rows(40, 32, 1) == 32
+    assert even_rows(40, 32, 2) == 20
+    assert even_rows(96, 32, 2) == 24
+    assert even_rows(1, 32, 4) == even_rows(4, 32, 4) == 1
+    for count in range(1, 200):
+        rows = even_rows(count, 8, 3)
+        planned = plan_units(plan_batches([(5, 5)] * count, rows, padding=False), 3)
+        samples = [sum(len(batch) for unit in planned[rank::3] for batch in unit) for rank in range(3)]
+        assert rows <= 8 and sum(samples) == count
+        fair = -(-count // 3)
+        assert max(samples) == fair if count <= 3 * 8 else max(samples) < fair + rows, count
 
 
 @pytest.mark.parametrize(
