@@ -40,8 +40,8 @@ GLOBAL_SIZES = {
 }
 # Projections of attention's input that scale its output: a number for each query head, or for each of its features.
 GATES = ("gate_proj", "g_proj")
-# Parts of latent attention that choose keys for all of its heads, from full activations.
-INDEXERS = ("indexer",)
+# Parts of attention that choose or make keys for all of its heads, from full activations of whole rows.
+OF_WHOLE_ROWS = ("indexer", "compressor")
 _KNOWN_NORMS: dict = {}  # what norm_kind has found out, by class and numbers
 
 
@@ -57,7 +57,7 @@ def fit(spec: BlockSpec, layer: nn.Module, *, divided_rows: bool = False) -> Blo
     """Return a spec as a layer has it, None if it does not.
 
     Attention may lack projections of keys and values: those of values are its keys then, or both are those of another
-    layer. And it may have a gate beside them, and latent attention an indexer where it gets whole rows.
+    layer. And it may have a gate beside them, and latent attention an indexer or compressor where it gets whole rows.
     """
     spec = _without_patterns(spec, layer)
     missing = [name for name in spec.columns if not has_module(layer, name)]
@@ -67,13 +67,15 @@ def fit(spec: BlockSpec, layer: nn.Module, *, divided_rows: bool = False) -> Blo
     columns = {name: parts for name, parts in spec.columns.items() if name not in missing}
     if spec.is_attention:
         gates = (f"{spec.entry}.{name}" for name in GATES)
-        columns |= {name: ("query",) for name in gates if has_module(layer, name)}
-    latent = spec.latent
-    if spec.is_attention and latent and not divided_rows:
-        indexers = (f"{spec.entry}.{name}" for name in INDEXERS)
-        latent += tuple(name for name in indexers if has_module(layer, name))
+        gated = {name: ("query",) for name in gates if has_module(layer, name)}
+        columns = gated | columns if spec.latent else columns | gated  # kv_b, or what makes keys, stays the last
+    others = tuple(name for each in OF_WHOLE_ROWS if has_module(layer, name := f"{spec.entry}.{each}"))
+    latent = tuple(name for name in spec.latent if name not in others)
+    if spec.is_attention and spec.latent and not divided_rows:
+        latent += others
+    shared = {name: size for name, size in spec.shared.items() if name in latent}
     borrows = bool(missing) and not any("kv" in parts for parts in columns.values())
-    return replace(spec, columns=columns, latent=latent, borrows=borrows)
+    return replace(spec, columns=columns, latent=latent, shared=shared, borrows=borrows)
 
 
 def _without_patterns(spec: BlockSpec, layer: nn.Module) -> BlockSpec:
@@ -102,7 +104,8 @@ def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | 
         counts = head_counts(model, layer, spec)
         if counts is None:
             return "its numbers of heads do not explain the sizes of its projections"
-        return _unknown_parameters(entry, spec, layer, counts[0])
+        query = configured_head_counts(text_config(model), entry)[0] if spec.groups else counts[0]
+        return _unknown_parameters(entry, spec, layer, query)
     norms = [layer.get_submodule(name) for name in inner_norms(layer, spec)]
     columns = {layer.get_submodule(name): len(parts) for name, parts in spec.columns.items()}
     if mixes_features(entry, columns, layer.get_submodule(spec.row), norms):
@@ -131,6 +134,9 @@ def head_counts(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> tuple[in
     row_in = linear_size(layer.get_submodule(spec.row))[1]
     if spec.grouped:
         counts = (counts[1], counts[1])
+    if spec.groups:
+        groups = getattr(text_config(model), spec.groups)
+        return (groups, groups) if _explain((groups, groups), layer, spec) and counts[0] % groups == 0 else None
     width = getattr(entry, "v_head_dim", None) or getattr(entry, "head_dim", None)
     if width and counts[0] * width != row_in and row_in % width == 0:  # layers with numbers of heads of their own
         values = [name for name in spec.columns if name.rpartition(".")[2].startswith("v_")]
@@ -139,12 +145,18 @@ def head_counts(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> tuple[in
     groups = getattr(entry, "num_key_value_groups", None)
     if isinstance(groups, int) and groups > 0 and counts[0] % groups == 0 and not spec.grouped:
         counts = (counts[0], counts[0] // groups)  # layers with numbers of kv heads of their own
+    return counts if _explain(counts, layer, spec) else None
+
+
+def _explain(counts: tuple[int, int], layer: nn.Module, spec: BlockSpec) -> bool:
+    """Return whether numbers of query and kv heads explain the sizes of a block's projections."""
     units = {"query": counts[0], "kv": counts[1]}
     for name, segments in spec.columns.items():
         size, total = linear_size(layer.get_submodule(name))[0], sum(units.get(kind, 1) for kind in segments)
         if total == 0 or size % total:
-            return None
-    return counts if counts[0] and counts[1] and row_in % counts[0] == 0 and counts[0] % counts[1] == 0 else None
+            return False
+    row_in = linear_size(layer.get_submodule(spec.row))[1]
+    return bool(counts[0] and counts[1]) and row_in % counts[0] == 0 and counts[0] % counts[1] == 0
 
 
 def inner_norms(layer: nn.Module, spec: BlockSpec) -> dict[str, tuple[NormKind, str]]:
@@ -175,10 +187,11 @@ def _inside(layer: nn.Module, name: str) -> set[nn.Module]:
 
 def _unknown_parameters(entry: nn.Module, spec: BlockSpec, layer: nn.Module, query: int) -> str | None:
     """Describe parameters of a block that are of no projection or head, nor one for each head, nor single numbers."""
-    known = [_inside(layer, name) for name in (*spec.columns, *spec.latent, spec.row)]
+    owners = (name.rpartition(".")[0] for name in spec.parts)
+    known = [_inside(layer, name) for name in (*spec.columns, *spec.latent, *owners, spec.row)]
     known += [_inside(layer, name) for name in inner_norms(layer, spec)]
-    own = () if entry in (module for inner in known for module in inner) else entry.parameters(recurse=False)
-    if any(parameter.shape[:1] != (query,) for parameter in own):
+    named = () if entry in (module for inner in known for module in inner) else entry.named_parameters(recurse=False)
+    if any(parameter.shape[:1] != (query,) for name, parameter in named if name not in spec.added):
         return "it has parameters that are not one for each head"
     names = ["head_dim", "head_size", "v_head_dim", "attention_head_size"]
     names += (

@@ -54,6 +54,8 @@ def why_rows_stay_whole(model: nn.Module, plan: ShardingPlan) -> str:
     config: Any = model.config
     if reason := MIXES.get(config.model_type):
         return reason
+    if getattr(config, "ple_layer_ids", None):
+        return "its n-grams of ids reach across ranks"
     if getattr(config, "z_loss_coefficient", 0):
         return "its z_loss is a mean over logits, which a rank would take of its own: set z_loss_coefficient to 0"
     if counts_positions(model) and config.model_type not in COUNTS_MASK:
@@ -120,6 +122,8 @@ def why_heads_stay(attention: nn.Module) -> str:
         return "does not take its attention function from ALL_ATTENTION_FUNCTIONS"
     if numbers_positions(attention):
         return "numbers positions by itself"
+    if "prev_topk_indices" in inspect.signature(attention.forward).parameters:
+        return "may be given the keys that another layer has chosen of whole rows"
     innermost = {wrapper: inner for _, wrapper, inner in wrapped_modules(attention)}  # adapters add to each token
     for name, child in attention.named_children():
         child = innermost.get(child, child)

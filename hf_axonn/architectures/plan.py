@@ -38,7 +38,13 @@ from hf_axonn.layers.moe import is_experts
 from hf_axonn.layers.norms import NormKind
 
 
-PER_TOKEN = re.compile(r"Norm|Rotary|Dropout|Identity|Router|Activation|AltUp$|Laurel|Gate$|Experts$")
+# What mixes several copies of a token's residual stream: which stand before the batch, [C, B, S, H], or behind it,
+# [B, S, C, H] or [B, S, C * H].
+COPIES_FIRST, COPIES_LAST = re.compile(r"AltUp$"), re.compile(r"HyperConnection$|HyperHead$|GatedResidual$")
+PER_TOKEN = re.compile(
+    rf"Norm|Rotary|Dropout|Identity|Router|Activation|Laurel|Gat(e|ing)$|Experts$|{COPIES_FIRST.pattern}"
+    rf"|{COPIES_LAST.pattern}"
+)
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
@@ -54,7 +60,7 @@ class BlockPlan:
         attributes: of the entry, which hold a number of the full model and are to be made this rank's: name ->
             "query" or "kv", or segments; a name like config.x is set on a copy of the module's config.
         arguments: of the entry, whose first dim is batch x query heads, or query heads.
-        latent, cross, borrows: as in table.BlockSpec.
+        latent, shared, parts, cross, borrows, added: as in table.BlockSpec.
         inner_norms: norms over all features that a column layer returns or the row layer gets: their name -> what they
             are, and the name of that layer.
         mixer: of a mixer, what else of it is divided; names are relative to the entry.
@@ -69,8 +75,11 @@ class BlockPlan:
     attributes: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     latent: tuple[str, ...] = ()
+    shared: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, int] = field(default_factory=dict)
     cross: bool = False
     borrows: bool = False
+    added: tuple[str, ...] = ()
     inner_norms: dict[str, tuple[NormKind, str]] = field(default_factory=dict)
     mixer: MixerParts | None = None
 
@@ -92,6 +101,8 @@ class ShardingPlan:
         blocks: the attention and MLP blocks.
         full_sequence: names of modules in the layers that get the full sequence, with the reason.
         per_token: names of arguments of the layers that have values for each token, as hidden states have.
+        copies: where copies of the residual stream stand, "first" before the batch or "last" behind the token; empty
+            where there is one.
         untested: whether it is of a type that has not been compared with one process.
         reason: why the model is sharded Linear by Linear; None where it is not.
         towers: plans of the encoders of images, whose blocks are sharded; every rank of (x, y) has full activations
@@ -106,6 +117,7 @@ class ShardingPlan:
     blocks: list[BlockPlan] = field(default_factory=list)
     full_sequence: dict[str, str] = field(default_factory=dict)
     per_token: tuple[str, ...] = ()
+    copies: str = ""
     untested: bool = False
     reason: str | None = None
     towers: list[ShardingPlan] = field(default_factory=list)
@@ -114,7 +126,7 @@ class ShardingPlan:
 
     def is_full(self, name: str) -> bool:
         """Return whether a module sees full activations, the same on every rank of (x, y)."""
-        if self.reason or not is_inside(name, self.layers):
+        if self.reason or not is_inside(name, [*self.layers, *(self.final or ())]):
             return not any(name in (*block.columns, block.row) for tower in self.towers for block in tower.blocks)
         return is_inside(name, self.full_sequence) or any(is_inside(name, block.latent) for block in self.blocks)
 
@@ -133,6 +145,8 @@ class ShardingPlan:
         nothing."""
         if self.borrows:
             return "attention takes keys and values of other layers"
+        if self.copies:
+            return "they pass on several copies of the hidden states"
         return f"its layers take {self.per_token[0]} beside them" if self.per_token else ""
 
     def summary(self) -> str:
@@ -193,6 +207,11 @@ def derive(model: nn.Module, model_type: str, *, divided_rows: bool = False) -> 
         )
     arguments = {name for layer in layers for name in inspect.signature(type(layer).forward).parameters}
     plan.per_token = tuple(name for name in PER_TOKEN_ARGUMENTS if name in arguments)
+    kinds = {type(module).__name__ for layer in layers for module in layer.modules()}
+    plan.copies = next(
+        (place for place, mixes in (("first", COPIES_FIRST), ("last", COPIES_LAST)) if any(map(mixes.search, kinds))),
+        "",
+    )
     plan.final = _final(model, decoder, list_name, model_type)
     plan.towers = [_plan_tower(name, tower) for name, tower in towers.items()]
     return plan
@@ -265,8 +284,11 @@ def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Modul
                 attributes=spec.attributes,
                 arguments=spec.arguments,
                 latent=tuple(f"{name}.{path}" for path in spec.latent),
+                shared={f"{name}.{path}": size for path, size in spec.shared.items()},
+                parts={f"{name}.{path}": dim for path, dim in spec.parts.items()},
                 cross=spec.cross,
                 borrows=spec.borrows,
+                added=spec.added,
                 inner_norms={
                     f"{name}.{path}": (kind, f"{name}.{projection}")
                     for path, (kind, projection) in inner_norms(layer, spec).items()
@@ -324,17 +346,20 @@ def is_per_token(module: nn.Module) -> bool:
 
 
 def _final(model: nn.Module, name: str, list_name: str, model_type: str) -> list[str] | None:
-    """Return the modules that run on tokens after the layers, if they are a norm and then the head alone."""
+    """Return the modules that run on tokens after the layers, if they are a norm, or what makes one of copies of the
+    residual stream, and then the head alone."""
     if model_type in LAYERS_OUTPUT_IS_RESHAPED or not _ends_in_head(model, name):
         return None
     children = list(model.get_submodule(name).named_children())
     after = children[[child for child, _ in children].index(list_name.rpartition(".")[2]) + 1 :]
     after = [child for child, module in after if any(True for _ in module.parameters())]
+    mixers = [child for child, module in children if COPIES_LAST.search(type(module).__name__)]
     # A norm that stands before the list may be the last one too; what runs before the layers is seldom a norm.
     norms = [child for child, module in children if "Norm" in type(module).__name__]
-    if not len(norms) == 1 or norms != after or norms == ["layernorm_embedding"]:  # that of BART's family comes first
+    last = [child for child, _ in children if child in (*norms, *mixers)]
+    if not last or len(norms) > 1 or last != after or norms == ["layernorm_embedding"]:  # BART's family's comes first
         return None
-    return [f"{name}.{norms[0]}" if name else norms[0]]
+    return [f"{name}.{child}" if name else child for child in last]
 
 
 def _ends_in_head(model: nn.Module, decoder: str) -> bool:

@@ -23,10 +23,14 @@ class BlockSpec:
         is_attention: whether it has heads.
         attributes, arguments: as in plan.BlockPlan.
         grouped: what is divided are kv heads, each together with its query heads.
-        latent: modules inside of it that make full latents of full activations (layers/latent_attention.py); of
-            attention the one whose output ends in the rotary part of the keys first.
+        latent: modules inside of it that make full latents of full activations (layers/latent_attention.py).
+        shared: those whose output every head uses -> the attribute of the entry that says how many of its last
+            features; empty where it is all of them.
+        parts: parameters of other modules inside of it -> the dim in which a rank has those of its heads alone.
+        groups: the name in the config of a number of groups of query heads, which are then what is divided.
         cross: whether its keys and values are made of other states than its queries, full ones.
         borrows: whether its keys and values are those of another layer.
+        added: parameters of the entry, [H] each, that it returns for its layer to add to what the row layer gives.
     """
 
     columns: dict[str, tuple[str, ...]]
@@ -37,8 +41,12 @@ class BlockSpec:
     arguments: tuple[str, ...] = ()
     grouped: bool = False
     latent: tuple[str, ...] = ()
+    shared: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, int] = field(default_factory=dict)
+    groups: str = ""
     cross: bool = False
     borrows: bool = False
+    added: tuple[str, ...] = ()
 
 
 def attention(
@@ -48,7 +56,9 @@ def attention(
     arguments: str = "",
     entry: str = "",
     grouped: bool = False,
+    latent: str = "",
     cross: bool = False,
+    added: str = "",
 ) -> BlockSpec:
     """Describe attention, such as "self_attn: q_proj k_proj v_proj -> o_proj", or "attn: c_attn=query,kv,kv -> c_proj"
     where one projection packs queries, keys and values.
@@ -60,7 +70,18 @@ def attention(
     columns = {name: parts or (("kv",) if index else ("query",)) for index, (name, parts) in enumerate(named)}
     pairs = (word.partition("=") for word in attributes.split())
     kinds = {name: kind or "query" for name, _, kind in pairs}
-    return BlockSpec(columns, row, entry or path, True, kinds, tuple(arguments.split()), grouped, cross=cross)
+    return BlockSpec(
+        columns,
+        row,
+        entry or path,
+        True,
+        kinds,
+        tuple(arguments.split()),
+        grouped,
+        latent=tuple(latent.split()),
+        cross=cross,
+        added=tuple(added.split()),
+    )
 
 
 def mlp(text: str, *, entry: str = "", latent: str = "") -> BlockSpec:
@@ -74,7 +95,8 @@ def latent_attention(path: str, query: str) -> BlockSpec:
     """Describe multi-head latent attention, whose queries are made by `query`."""
     before = ["kv_a_proj_with_mqa", "kv_a_layernorm"] + (["q_a_proj", "q_a_layernorm"] if query != "q_proj" else [])
     columns = {_join(path, name): ("query",) for name in (query, "kv_b_proj")}
-    return BlockSpec(columns, _join(path, "o_proj"), path, True, latent=tuple(_join(path, name) for name in before))
+    latent = tuple(_join(path, name) for name in before)
+    return BlockSpec(columns, _join(path, "o_proj"), path, True, latent=latent, shared={latent[0]: "qk_rope_head_dim"})
 
 
 def _latent_attentions(path: str) -> list[BlockSpec]:
@@ -161,6 +183,25 @@ FAMILIES: dict[str, tuple[BlockSpec, ...] | Callable[[Any], tuple[BlockSpec, ...
         mlp("mlp_block: gate_proj up_proj -> down_proj"),
     ),
     "dbrx": (attention("norm_attn_norm.attn: Wqkv=query,kv,kv -> out_proj", "hidden_size num_key_value_heads=kv"),),
+    "deepseek_v4": (
+        # One head of keys, which are its values too, beside keys of compressed rows; heads end in low ranks by groups.
+        BlockSpec(
+            {"self_attn.q_b_proj": ("query",)},
+            "self_attn.o_b_proj",
+            "self_attn",
+            True,
+            dict.fromkeys(("config.o_groups", "num_key_value_groups", "o_a_proj.n_groups"), "query"),
+            latent=tuple(f"self_attn.{name}" for name in ("q_a_proj", "q_a_norm", "kv_proj", "kv_norm")),
+            shared={"self_attn.kv_norm": "", "self_attn.compressor": ""},
+            parts={"self_attn.o_a_proj.weight": 0},
+            groups="o_groups",
+        ),
+        mlp("mlp.shared_experts: gate_proj up_proj -> down_proj"),
+    ),
+    "qwen4_exp_text": (
+        attention(_LLAMA, latent="self_attn.indexer"),
+        mlp("mlp.shared_expert: gate_proj up_proj -> down_proj"),
+    ),
     "lfm2 lfm2_moe": (attention(_BART), _W1_W3),
     "bart bigbird_pegasus biogpt blenderbot blenderbot-small marian mbart "
     "musicgen_decoder musicgen_melody_decoder pegasus plbart prophetnet": (
@@ -182,7 +223,10 @@ FAMILIES: dict[str, tuple[BlockSpec, ...] | Callable[[Any], tuple[BlockSpec, ...
     "gptj": (attention("attn: q_proj k_proj v_proj -> out_proj", "num_attention_heads"), _FC_IN),
     "codegen": (_FC_IN,),
     "gpt_neox": (attention("attention: query_key_value=query -> dense"), _4H),
-    "gpt_neox_japanese": (attention("attention: query_key_value=query -> dense", "num_attention_heads"), _4H),
+    "gpt_neox_japanese": (
+        attention("attention: query_key_value=query -> dense", "num_attention_heads", added="dense_bias"),
+        _4H,
+    ),
     "fuyu persimmon": (attention("self_attn: query_key_value=query -> dense", "num_heads"), _4H),
     "bloom": (attention(_BLOOM, "num_heads hidden_size", arguments="alibi"), _4H),
     "falcon": _falcon,
@@ -225,7 +269,7 @@ _USUAL = (
 )
 
 # Arguments of decoder layers with values for each token, [B, S, .], that the layers use as they use hidden states.
-PER_TOKEN_ARGUMENTS = ("per_layer_input", "original_hidden_states")
+PER_TOKEN_ARGUMENTS = ("input_ids", "per_layer_input", "original_hidden_states")
 # Their decoders reshape the last layer's output to [B, S, H].
 LAYERS_OUTPUT_IS_RESHAPED = ("codegen", "gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo", "gptj")
 # Model types whose plan tests/benchmarks/architectures/survey.py has compared with one process on every kind of grid.
@@ -234,24 +278,25 @@ CHECKED = frozenset(
         "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "bart", "beam", "bert",
         "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet", "blenderbot", "blenderbot-small",
         "bloom", "blt", "camembert", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm",
-        "data2vec-text", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1",
-        "dots3_note", "dots3_note_text", "electra", "emu3_text_model", "ernie", "ernie4_5", "ernie4_5_moe", "exaone4",
-        "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "fuyu", "gemma", "gemma2", "gemma3",
-        "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "git", "glm",
-        "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo",
-        "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
-        "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "inkling_text",
-        "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
-        "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3",
-        "llama", "llama4", "llama4_text", "longcat_flash", "mamba", "mamba2", "marian", "mbart", "megatron-bert",
-        "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral",
-        "ministral3", "mistral", "mixtral", "mllama_text_model", "modernbert-decoder", "moshi",
-        "moss_transcribe_diarize", "mpt", "musicgen_decoder", "musicgen_melody_decoder", "mvp", "nanochat", "nemotron",
-        "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "openai-gpt", "opt", "pegasus", "persimmon",
-        "phi", "phi3", "phi4_multimodal", "phimoe", "plbart", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
-        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma", "rembert", "roberta",
-        "roberta-prelayernorm", "roc_bert", "roformer", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
-        "trocr", "vaultgemma", "whisper", "xglm", "xlm-roberta", "xlm-roberta-xl", "youtu", "zamba", "zamba2", "zaya",
+        "data2vec-text", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "diffllama", "doge",
+        "dots1", "dots3_note", "dots3_note_text", "electra", "emu3_text_model", "ernie", "ernie4_5", "ernie4_5_moe",
+        "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "fuyu", "gemma",
+        "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified",
+        "gemma4_unified_text", "git", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "got_ocr2", "gpt-sw3",
+        "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa",
+        "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense",
+        "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "inkling_text", "idefics3", "qwen2_vl", "qwen2_5_vl",
+        "qwen3_vl", "qwen3_vl_moe", "smolvlm", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1",
+        "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4", "llama4_text", "longcat_flash", "mamba", "mamba2",
+        "marian", "mbart", "megatron-bert", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2",
+        "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "mllama_text_model",
+        "modernbert-decoder", "moshi", "moss_transcribe_diarize", "mpt", "musicgen_decoder", "musicgen_melody_decoder",
+        "mvp", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "openai-gpt",
+        "opt", "pegasus", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "plbart", "qwen2", "qwen2_moe",
+        "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+        "qwen4_exp_text", "recurrent_gemma", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
+        "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "trocr", "vaultgemma", "whisper", "xglm",
+        "xlm-roberta", "xlm-roberta-xl", "youtu", "zamba", "zamba2", "zaya",
     }
 )  # fmt: skip
 

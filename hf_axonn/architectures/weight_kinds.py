@@ -43,6 +43,7 @@ def weight_kinds(
         kinds[id(module.weight)] = WeightKind.VOCABULARY
     inside = [f"{block.entry}.{name}" for block in plan.blocks if block.mixer for name in block.mixer.linears]
     gathered = _large_others(model, plan) | {id(modules[name].weight) for name in inside}
+    gathered |= {id(model.get_parameter(name)) for block in plan.blocks for name in block.parts}
     kinds |= {key: WeightKind.GATHERED for key in gathered - kinds.keys()}
     _, changed = find_readers(model)
     return kinds | {id(each): WeightKind.REPLICATED for module in changed for each in module.parameters(False)}

@@ -8,7 +8,8 @@ The layouts of the residual stream:
     feature      [1, T/x, H/y]     what blocks take and give; norms reduce their statistics over y (layers/norms.py)
     replicated   [B, S, H]         every rank of (x, y) holds all; used for decoding one token at a time
 
-The first two are one where y = 1. Both are called sharded.
+The first two are one where y = 1. Both are called sharded. Copies stand behind a token, [B, S, C, H], or before the
+batch, [C, B, S, H] (`Tokens.copies_first`); or they are one wide token of C * H features, of which no layout knows.
 
 Tokens are numbered batch-major and sharded over x, then y, as ranks are. Features are padded with zeros so that every
 rank holds the same number; zeros meet zero weights, so results stay exact.
@@ -18,6 +19,7 @@ Source: the reduce-scatter and all-gather halves of each all-reduce of AxoNN (ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -57,12 +59,14 @@ class Tokens:
         seq: S, tokens a row.
         sharded: whether the residual stream is sharded or replicated.
         features: H where the layers have it in the feature layout, else 0.
+        copies_first: whether copies of the residual stream stand before the batch.
     """
 
     batch: int
     seq: int
     sharded: bool
     features: int = 0
+    copies_first: bool = False
 
     @property
     def count(self) -> int:
@@ -78,11 +82,11 @@ class Tokens:
 def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     """[B, S, H], the same on all (x, y) -> this rank's tokens [1, T/(x*y), H], or [1, T/x, H/y] of them.
 
-    Of copies: [C, B, S, H] -> [C, 1, T/(x*y), H].
+    Of copies: [C, B, S, H] -> [C, 1, T/(x*y), H], or [B, S, C, H] -> [1, T/(x*y), C, H].
     Backward: all-gather over (x, y), so every rank has the gradient of the full tensor.
     """
     if hidden.dim() == 4:
-        return _unfold(take_tokens(_fold(hidden), tokens, mesh), len(hidden))
+        return _move_copies(hidden, tokens, lambda folded: take_tokens(folded, tokens, mesh))
     flat = pad_dim(hidden.reshape(tokens.count, -1), 0, tokens.padded_count(mesh))
     if tokens.features:
         x, y = mesh.size("x"), mesh.size("y")
@@ -96,11 +100,11 @@ def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
 def gather_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     """[1, T/(x*y), H] or [1, T/x, H/y] -> [B, S, H] on all (x, y), which then repeat the same work.
 
-    Of copies: [C, 1, T/(x*y), H] -> [C, B, S, H].
+    Of copies: [C, 1, T/(x*y), H] -> [C, B, S, H], or [1, T/(x*y), C, H] -> [B, S, C, H].
     All-gather over (x, y). Backward: this rank's part of a gradient that every rank has in full.
     """
     if hidden.dim() == 4:
-        return _unfold(gather_tokens(_fold(hidden), tokens, mesh), len(hidden))
+        return _move_copies(hidden, tokens, lambda folded: gather_tokens(folded, tokens, mesh))
     blocks = gather_replicated(hidden.squeeze(0), mesh.group("x", "y"))
     if in_features(hidden, tokens, mesh):
         flat = blocks.unflatten(0, (mesh.size("x"), -1)).transpose(1, 2).flatten(2).flatten(0, 1)
@@ -110,14 +114,11 @@ def gather_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     return flat[: tokens.count].view(tokens.batch, tokens.seq, -1)
 
 
-def _fold(copies: Tensor) -> Tensor:
-    """[C, B, S, H] -> [B, S, C * H]."""
-    return copies.movedim(0, -2).flatten(-2)
-
-
-def _unfold(hidden: Tensor, count: int) -> Tensor:
-    """[B, S, C * H] -> [C, B, S, H], C being `count`."""
-    return hidden.unflatten(-1, (count, -1)).movedim(-2, 0)
+def _move_copies(hidden: Tensor, tokens: Tokens, move: Callable[[Tensor], Tensor]) -> Tensor:
+    """Move copies of tokens as wide tokens, [.., .., C * H], and return them as copies."""
+    copies = hidden.movedim(0, -2) if tokens.copies_first else hidden
+    moved = move(copies.flatten(-2)).unflatten(-1, copies.shape[-2:])
+    return moved.movedim(-2, 0) if tokens.copies_first else moved
 
 
 def in_features(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> bool:

@@ -37,6 +37,7 @@ class ParallelState:
         config: the settings that the model is parallelized with.
         report: what `parallelize` did to the model.
         features: H where the residual stream has the feature layout, else 0.
+        copies_first: whether copies of the residual stream stand before the batch (activation_layouts.py).
         names: of the parameters of the whole model before stages divided it, in order.
 
     Attributes:
@@ -64,12 +65,14 @@ class ParallelState:
         *,
         report: Report | None = None,
         features: int = 0,
+        copies_first: bool = False,
         names: Sequence[str] = (),
     ) -> None:
         self.grid_mesh = mesh
         self.config = config
         self.report = report or Report(str(mesh.grid), "")
         self.features = features
+        self.copies_first = copies_first
         self.names = names
         self.reduce_dtype = getattr(torch, config.reduce_dtype)
         self.residual_dtype = None if config.residual_dtype == "model" else getattr(torch, config.residual_dtype)
@@ -89,12 +92,13 @@ class ParallelState:
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def tokens_of(self, hidden: Tensor) -> Tokens:
-        """Return the batch whose hidden states [B, S, H], or copies of them [C, B, S, H], come to the decoder layers,
-        and their layout there."""
-        batch, seq = hidden.shape[-3:-1]
+        """Return the batch whose hidden states [B, S, H], or copies of them, come to the decoder layers, and their
+        layout there."""
+        batch, seq = hidden.shape[-3:-1] if self.copies_first else hidden.shape[:2]
         # One rank replicates it, too.
         sharded = self.grid_mesh.size("x", "y") > 1 and (torch.is_grad_enabled() or seq > 1)
-        return Tokens(batch, seq, sharded=sharded, features=self.features if sharded else 0)
+        features = self.features if sharded else 0
+        return Tokens(batch, seq, sharded=sharded, features=features, copies_first=self.copies_first)
 
     @property
     def grid(self) -> Grid:

@@ -24,6 +24,7 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,14 +79,25 @@ def install_latent(state: ParallelState, attention: nn.Module, row: RowParallel)
     patch_forward(attention, forward)
 
 
-def rotary_hook(state: ParallelState, attention: nn.Module, row: RowParallel) -> Callable[[nn.Module], None]:
-    """Return an installer for kv_a, whose last `attention.qk_rope_head_dim` features go to every head: their gradient
-    is summed over the axes of the heads. All-reduce over them in backward."""
+def shared_hook(state: ParallelState, row: RowParallel, size: int) -> Callable[[nn.Module], None]:
+    """Return an installer for a module in attention whose output goes to every head, as the rotary part of kv_a's:
+    its gradient is summed over the axes of the heads. All-reduce over them in backward.
 
-    def sum_gradients(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
-        size = attention.qk_rope_head_dim
+    Args:
+        row: ends the attention.
+        size: the number of its last features that do; 0 for all of them, and of the first of several results.
+    """
+
+    def add_up(value: Tensor) -> Tensor:
+        return all_reduce_backward(value, state.grid_mesh.group(*row.axes))
+
+    def sum_gradients(_module: nn.Module, _args: tuple, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (add_up(output[0]), *output[1:])
+        if not size:
+            return add_up(output)
         latent, rotary = output.split([output.shape[-1] - size, size], dim=-1)
-        return torch.cat([latent, all_reduce_backward(rotary, state.grid_mesh.group(*row.axes))], dim=-1)
+        return torch.cat([latent, add_up(rotary)], dim=-1)
 
     # A hook: whatever is installed on its forward. An adapter of the module adds to its output after that, so the
     # hooks stand on its last part too (parallel/adapters/install.py).

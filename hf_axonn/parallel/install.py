@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from hf_axonn.architectures.divided_rows import runs_along_row
@@ -22,17 +23,17 @@ from hf_axonn.architectures.shared_experts import find_computed_ahead
 from hf_axonn.architectures.weight_kinds import vocabulary_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss, output_embedding, text_config
 from hf_axonn.distributed.mesh import ROWS, TOKENS
-from hf_axonn.engine.dtensors import distribute_parameter, shard_placements
+from hf_axonn.engine.dtensors import distribute_parameter, scale_gradient, shard_placements
 from hf_axonn.engine.four_bit import elements_of
 from hf_axonn.engine.linears import is_conv1d, is_linear, linear_size
 from hf_axonn.engine.report import Entry
-from hf_axonn.layers.base import FullLinear, Replicated, patch_forward
+from hf_axonn.layers.base import FullLinear, Replicated, patch_forward, take_slice
 from hf_axonn.layers.block import Block, ColumnParallel, RowParallel
 from hf_axonn.layers.computed_ahead import ComputedAhead
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.gathered import GatheredParameters
 from hf_axonn.layers.head_exchange import HeadExchange
-from hf_axonn.layers.latent_attention import LatentColumnParallel, install_latent, rotary_hook
+from hf_axonn.layers.latent_attention import LatentColumnParallel, install_latent, shared_hook
 from hf_axonn.layers.mixer import ChannelSum, GatedNorm, MixerBlock
 from hf_axonn.layers.moe import MovingExperts, expert_weights, experts_layer, is_experts
 from hf_axonn.layers.norms import FeatureNorm, InnerNorm
@@ -155,8 +156,8 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> N
     state.install_copies_by(last, row.install_copy)
     if block.latent:
         install_latent(state, entry, row)
-        if heads and row.axes:
-            state.install(model.get_submodule(block.latent[0]), rotary_hook(state, entry, row))
+        for name, size in block.shared.items() if heads and row.axes else ():
+            state.install(model.get_submodule(name), shared_hook(state, row, getattr(entry, size) if size else 0))
     else:
         way_in = functools.partial(MixerBlock, direct=block.mixer.direct) if block.mixer else Block
         state.add_block(entry, way_in(state, entry, columns[0], row))
@@ -266,9 +267,30 @@ def _own_parts(model: nn.Module, block: BlockPlan, state: ShardedModel) -> OwnPa
             exchange = HeadExchange(getattr(module, name).shape[dim], segments, heads, state.grid_mesh)
             parts.setdefault(module, {})[name] = functools.partial(exchange.take, dim=dim)
     elif heads is not None:
-        rows, _ = feature_slice(heads.query, state.grid_mesh, *heads.axes)
-        parts[entry] = dict.fromkeys(entry._parameters, operator.itemgetter(rows))
+        mesh = state.grid_mesh
+        for name, parameter in entry._parameters.items():
+            if parameter is not None:
+                rows, _ = feature_slice(len(parameter), mesh, *heads.axes)
+                parts.setdefault(entry, {})[name] = operator.itemgetter(rows)
+        for path, dim in block.parts.items():
+            owner, _, name = path.rpartition(".")
+            rows, _ = feature_slice(model.get_parameter(path).shape[dim], mesh, *heads.axes)
+            take = functools.partial(torch.narrow, dim=dim, start=rows.start, length=rows.stop - rows.start)
+            parts.setdefault(model.get_submodule(owner), {})[name] = take
+        added = (name for name in block.added if entry._parameters.get(name) is not None)
+        parts.setdefault(entry, {}).update(
+            dict.fromkeys(added, functools.partial(_take_for_tokens, state, heads.axes))
+        )
     return parts
+
+
+def _take_for_tokens(state: ShardedModel, axes: tuple[str, ...], parameter: Tensor) -> Tensor:
+    """Return what this rank's tokens need of a parameter [H] that is added to them; `axes`: those over which its
+    gradient is summed already, where every rank of (x, y) has the gradient of its own tokens or features."""
+    tokens, mesh = state.context.tokens, state.grid_mesh
+    assert tokens is not None  # Block has seen to that
+    parameter = scale_gradient(parameter, mesh.size("x", "y") / mesh.size(*axes))
+    return take_slice(parameter, len(parameter), mesh, "y") if tokens.features else parameter
 
 
 def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, state: ShardedModel) -> None:

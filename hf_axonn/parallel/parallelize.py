@@ -189,7 +189,15 @@ def _apply(model: nn.Module, decided: _Decisions, config: AxonnConfig, device_ty
     broadcast_all([*model.parameters(), *model.buffers(), *second_scales])
     before = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
     report = Report(str(config.grid), plan.summary(), layout.reason, rows.reason, experts.reason)
-    state = ShardedModel(mesh, config, model, report=report, features=layout.features, names=list(before))
+    state = ShardedModel(
+        mesh,
+        config,
+        model,
+        report=report,
+        features=layout.features,
+        copies_first=plan.copies == "first",
+        names=list(before),
+    )
     with without_wrappers(model):
         _shard(model, decided, state)
     model.axonn = state

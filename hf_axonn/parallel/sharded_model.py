@@ -53,9 +53,10 @@ class ShardedModel(ParallelState):
         *,
         report: Report,
         features: int = 0,
+        copies_first: bool = False,
         names: Sequence[str] = (),
     ) -> None:
-        super().__init__(mesh, config, report=report, features=features, names=names)
+        super().__init__(mesh, config, report=report, features=features, copies_first=copies_first, names=names)
         self.layers: list[nn.Module] = []
         self.full_sequence: set[str] = set()
         self.attention_axes: tuple[str, ...] = ()

@@ -61,6 +61,8 @@ def trace_shape(model: PreTrainedModel) -> ModelShape:
     layers = plan.layers if not plan.reason else _find_checkpointed(model)
     if not layers:
         raise ValueError("it has no decoder layers.")
+    if plan.copies == "last":
+        raise ValueError("its layers pass on several copies of the hidden states, of which a shape has one.")
     layout = choose_layout(model, plan, y=2, requested="auto")
     alone = _alone(model, plan, kinds)
     mixers = any(block.mixer for block in plan.blocks)

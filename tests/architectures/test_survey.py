@@ -28,6 +28,7 @@ from tests.helpers import ROOT
 # One type of each kind of structure; of gpt2 and mixtral other tests have the same numbers.
 KINDS = {
     "deepseek_v3": "latent attention, shared and routed experts",
+    "deepseek_v4": "copies of the residual stream, compressed attention, groups of heads, experts chosen by token",
     "gemma3n_text": "several streams, per-layer embeddings, weights that are clamped in place, shared keys and values",
     "jetmoe": "experts with methods of their own",
     "llama": "attention and MLP by blocks",
@@ -37,6 +38,9 @@ KINDS = {
 }
 OTHERS = {
     "bart": "scaled embeddings, learned positions",
+    "gpt_neox_japanese": "a bias that the layer adds after its attention",
+    "hy_v4": "copies of the residual stream, indexed attention with a gate",
+    "qwen4_exp_text": "copies of the residual stream as one wide token, an indexer beside plain attention",
     "gpt2": "Conv1D with packed q, k and v",
     "mixtral": "routed experts",
     "xlnet": "weights that are no Linear",

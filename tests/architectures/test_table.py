@@ -133,3 +133,43 @@ def test_an_mlp_that_computes_with_all_of_its_features_is_left_whole():
     plan = derive(surveyed_model("gemma3n_text"), "gemma3n_text")
     assert plan.full_sequence == {"model.layers.0.mlp": "its code computes with all of its features"}
     assert [block.entry for block in plan.blocks if not block.query] == ["model.layers.1.mlp", "model.layers.2.mlp"]
+
+
+def test_a_bias_that_a_layer_adds_after_its_attention_is_no_parameter_of_heads():
+    plan = derive(surveyed_model("gpt_neox_japanese"), "gpt_neox_japanese")
+    assert not plan.full_sequence and {block.added for block in plan.blocks if block.query} == {("dense_bias",)}
+
+
+def test_groups_of_heads_are_divided_where_they_end_in_low_ranks_together():
+    model = surveyed_model("deepseek_v4")
+    plan = derive(model, "deepseek_v4")
+    attention = [block for block in plan.blocks if block.is_attention]
+    assert [block.query for block in attention] == [2, 2, 2] and not plan.full_sequence  # 4 heads in 2 groups
+    shared = [[name.rpartition(".")[2] for name in block.shared] for block in attention]
+    assert shared == [
+        ["kv_norm"],
+        ["kv_norm", "compressor"],
+        ["kv_norm", "compressor"],
+    ]  # the first has a window alone
+    assert all(name.endswith("o_a_proj.weight") for block in attention for name in block.parts)
+    model.config.o_groups = 3
+    assert "numbers of heads do not explain" in str(derive(model, "deepseek_v4").full_sequence)
+
+
+def test_modules_that_mix_copies_of_the_residual_stream_run_on_tokens_and_keep_layers_together():
+    for kind, copies, final in (
+        ("deepseek_v4", "last", ["model.norm", "model.hc_head"]),
+        ("qwen4_exp_text", "last", ["model.hyper_connection_mixer"]),
+        ("gemma3n_text", "first", None),
+        ("llama", "", ["model.norm"]),
+    ):
+        plan = derive(surveyed_model(kind), kind)
+        assert (plan.copies, plan.final) == (copies, final)
+        assert bool(plan.why_undivided()) == bool(copies)
+
+
+def test_attention_that_chooses_its_keys_gets_full_sequences_where_rows_are_divided():
+    for kind in ("qwen4_exp_text", "deepseek_v4", "hy_v4"):
+        model = surveyed_model(kind)
+        assert not any("self_attn" in name for name in derive(model, kind).full_sequence)
+        assert any("self_attn" in name for name in derive(model, kind, divided_rows=True).full_sequence)

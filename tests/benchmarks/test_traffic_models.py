@@ -29,13 +29,13 @@ KINDS = {
     "qwen3_5": "gated delta nets, whose keys are repeated",
     "lfm2_moe": "short convolutions",
     "bitnet": "norms over the features that row layers get",
-    "qwen4_exp": "Linear by Linear",
+    "rwkv": "Linear by Linear",
     "bert": "a head with a Linear of its own",
 }
 
 
 # kinds of layers that no other of these has
-REPRESENTATIVES = ("gpt2", "olmo2", "qwen3_moe", "deepseek_v3", "codegen", "bitnet", "qwen4_exp")
+REPRESENTATIVES = ("gpt2", "olmo2", "qwen3_moe", "deepseek_v3", "codegen", "bitnet", "rwkv")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -21,14 +21,15 @@ def test_it_prints_the_plan_and_what_each_grid_gave(tmp_path, capsys, monkeypatc
         return int("x2y2" in str(output)), ["lines", "  loop sgd: from step 1: off. cause: a bias times 0.5"]
 
     monkeypatch.setattr(certificates, "certify", certify)
-    config = AutoConfig.for_model("gpt_neox_japanese", num_hidden_layers=2, hidden_size=48, num_attention_heads=4)
+    config = AutoConfig.for_model("xmod", num_hidden_layers=2, hidden_size=48, num_attention_heads=4, is_decoder=True)
     config.save_pretrained(tmp_path / "model")
     command = ["survey", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--grids", "x2,y2"]
     assert main(command) == 2
     printed = capsys.readouterr().out
-    assert printed.startswith("gpt_neox_japanese: 2 decoder layers sharded as 3 blocks by rules that are untested")
-    assert "  attention.query_key_value -> attention.dense (4 query and 4 kv heads)" in printed
-    assert "  attention gets full sequences: it has parameters that are not one for each head" in printed
+    assert printed.startswith("xmod: 2 decoder layers sharded as 4 blocks by rules that are untested")
+    assert "  intermediate.dense -> output.dense\n" in printed
+    assert "-> attention.output.dense (4 query and 4 kv heads)" in printed
+    assert "  output.adapter_modules gets full sequences: not known as a block" in printed
     assert "  x2      equal" in printed and "  y2      not compared  the run on one process failed" in printed
     assert "allow_untested: true" in calls[0][0] and "num_processes: 2" in calls[0][0]
     assert main(command) == 2 and "is not empty" in capsys.readouterr().err

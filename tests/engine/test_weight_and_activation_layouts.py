@@ -163,6 +163,7 @@ def check_moves(grid):
         start = (x * mesh.size("y") + y) * share
         assert torch.equal(mine, flat[start : start + share].unsqueeze(0))
         assert torch.equal(gather_tokens(mine, tokens, mesh), hidden)
+        check_copies(hidden, mine, tokens, mesh)
         features = ceil_div(hidden_size, mesh.size("y"))
         wide = pad_dim(flat, 1, features * mesh.size("y"))
         x_share = padded // mesh.size("x")
@@ -182,6 +183,16 @@ def check_moves(grid):
             for part in (expected.unsqueeze(0), mine):  # told by its shape
                 assert torch.equal(gather_tokens(part, in_layers, mesh), hidden)
             check_gradients(hidden, in_layers, mesh)
+
+
+def check_copies(hidden, mine, tokens, mesh):
+    """Copies of a residual stream, behind its tokens or before the batch, move as the stream does."""
+    for dim in (-2, 0):
+        where = dataclasses.replace(tokens, copies_first=dim == 0)
+        copies, own = (torch.stack([each, 2 * each, each + 1, each - 1], dim=dim) for each in (hidden, mine))
+        pads = take_tokens(torch.ones_like(copies), where, mesh)  # zeros behind the tokens
+        assert torch.equal(take_tokens(copies, where, mesh), own * pads)
+        assert torch.equal(gather_tokens(own, where, mesh), copies)
 
 
 def check_gradients(hidden, tokens, mesh):

@@ -101,6 +101,11 @@ INDEXER = dict(
     indexer_budget=4,
     indexer_compress_ratio=2,
     hc_lowrank=6,
+    ple_layer_ids=[1],
+    ple_embed_dim=32,
+    ngram_vocab_size_base=37,
+    make_ngram_vocab_size_divisible_by=8,
+    eos_token_id=2,
 )
 SHARED_KEYS = dict(
     global_head_dim=24,
@@ -127,6 +132,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 2.0}},
     "deepseek_v2": {"num_experts_per_tok": TOP_K, "n_routed_experts": EXPERTS},
+    "deepseek_v4": {
+        "o_groups": 2,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+        "index_topk": 1,
+    },
     "dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": TOP_K},
     "dots3_note_text": SLIDING_LATENT,
     "dots3_note": {
@@ -147,6 +158,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"text_config": SHARED_KEYS},
     "gemma4_unified_text": SHARED_KEYS,
     "git": {"vision_config": {"image_size": 32}},
+    "hy_v4": {"index_topk": 3},
     "granitemoehybrid": {"mamba_d_head": 24, "layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 2},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
