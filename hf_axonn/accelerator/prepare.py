@@ -55,23 +55,6 @@ def _advise(grid: str) -> None:
     )
 
 
-LOW_BIT_LIBRARIES = ("bitsandbytes", "torchao")
-
-
-def refuse_low_bit(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers that keep their state in 8 or 4 bits: they quantize blocks of full parameters.
-
-    Raises:
-        ValueError: it is one of bitsandbytes or torchao.
-    """
-    library = type(optimizer).__module__.partition(".")[0]
-    if library in LOW_BIT_LIBRARIES:
-        raise ValueError(
-            f"{library}'s {type(optimizer).__name__} is not supported over a grid: its state is of blocks of whole "
-            "parameters. Use one of torch.optim; its state is divided by x * y * z already."
-        )
-
-
 def point_to_shards(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer that was made on full parameters have the sharded ones, and none of other stages of a pipeline;
     its groups and settings stay.

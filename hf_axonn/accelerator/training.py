@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.accelerator.adafactor import follow_grid
 from hf_axonn.accelerator.masters import stages_agree
-from hf_axonn.accelerator.prepare import point_to_shards, refuse_low_bit, shard_plain_model
+from hf_axonn.accelerator.prepare import point_to_shards, shard_plain_model
 from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimizers, without_autocast
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.replaced import replace_attributes
@@ -24,6 +24,7 @@ from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.mesh import ROWS
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.gradient_sync import averaging
+from hf_axonn.engine.low_bit_adam import refuse_low_bit
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.parallel.compiled import compile_regions
 from hf_axonn.parallel.pipeline.norms import norm_over_stages

@@ -27,6 +27,7 @@ from hf_axonn.checkpoint.torch_folders import (
 )
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import local, local_slices, shard_of
+from hf_axonn.engine.low_bit_adam import in_float32
 from hf_axonn.engine.stage_tensors import over_stages
 from hf_axonn.engine.state import parallel_state
 
@@ -129,7 +130,7 @@ def take_plain_optimizer(
     for group, before, own in zip(groups, saved["param_groups"], places, strict=True):
         group.update({key: value for key, value in before.items() if key != "params"})
         for parameter, place in zip(group["params"], own, strict=True):
-            state = saved["state"].get(before["params"][place], {})
+            state = in_float32(saved["state"].get(before["params"][place], {}))
             optimizer.state[parameter] = {key: _like(value, parameter, mesh) for key, value in state.items()}
 
 

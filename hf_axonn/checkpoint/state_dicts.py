@@ -8,8 +8,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim import Adam, AdamW
 
+from hf_axonn.compat.low_bit_adam import is_adam
 from hf_axonn.engine.dtensors import local
+from hf_axonn.engine.low_bit_adam import FLOAT32, empty_moments, quantize_moments
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -65,6 +68,12 @@ def flat_optimizer_state(
 def fresh_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return the tensors of `flat_optimizer_state` with a state for every parameter, to be overwritten."""
     inner = getattr(optimizer, "optimizer", optimizer)
+    if is_adam(inner):
+        return {
+            f"state.{name}.{key}": value
+            for name, parameter in _trained_by(model, inner)
+            for key, value in empty_moments(parameter).items()
+        }
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     if any(parameter.requires_grad and parameter not in inner.state for parameter in parameters):
@@ -91,6 +100,11 @@ def set_flat_optimizer_state(
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    inner = getattr(optimizer, "optimizer", optimizer)
+    _add_own_settings(model, inner, values)
+    if is_adam(inner):
+        _set_low_bit(model, inner, tensors, values, without)
+        return
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     with _without_empty_groups(optimizer) as inner:
         flat: dict[str, Any] = {**values, **tensors}
@@ -98,3 +112,44 @@ def set_flat_optimizer_state(
         for name, parameter in model.named_parameters():
             if name in without:
                 inner.state.pop(parameter, None)
+
+
+def _trained_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that an optimizer trains, with their names."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [each for each in model.named_parameters() if id(each[1]) in own and each[1].requires_grad]
+
+
+def _add_own_settings(model: nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+    """Add what torch's AdamW or bitsandbytes' alone has in its groups, such as `amsgrad`: each can go on with the
+    moments of the other."""
+    if type(optimizer) not in (Adam, AdamW) and not is_adam(optimizer):
+        return
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key in group.keys() - {"params", "lr", "betas", "eps", "weight_decay"}:
+                values.setdefault(f"param_groups.{name_of[id(parameter)]}.{key}", group[key])
+
+
+def _set_low_bit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: dict[str, torch.Tensor],
+    values: dict[str, Any],
+    without: set[str],
+) -> None:
+    """Give an Adam of bitsandbytes moments in float32. Its own `load_state_dict` would round them to the dtype of the
+    parameter."""
+    names = {id(parameter): name for name, parameter in _trained_by(model, optimizer)}
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                continue
+            for key in group.keys() - {"params"}:
+                group[key] = values[f"param_groups.{name}.{key}"]
+            if name not in without:
+                optimizer.state[parameter] = {key: tensors[f"state.{name}.{key}"] for key in FLOAT32}
+    quantize_moments(optimizer)

@@ -24,10 +24,10 @@ from hf_axonn.planner.expert_bytes import ExpertBytes, compare_bytes
 from hf_axonn.planner.experts import place_experts
 from hf_axonn.planner.from_settings import DTYPE_BYTES, SEQUENCE, too_long
 from hf_axonn.planner.machine import known_machines, load_machine
-from hf_axonn.planner.memory import RESERVE, Memory, memory, moment_bytes
+from hf_axonn.planner.memory import RESERVE, Memory, low_bit_bytes, memory, moment_bytes
 from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.stages import divide_model, memory_of_rank
-from hf_axonn.planner.step import Step
+from hf_axonn.planner.step import OPTIMIZERS, Step
 from hf_axonn.profiling.read_shape import shape_of
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
@@ -66,6 +66,9 @@ def add_doctor(commands) -> None:
     parser.add_argument("--seq", type=int, help=f"tokens of a row; by default {SEQUENCE}, or what the model allows")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--weights", choices=WEIGHT_DTYPES, default="float32", help="dtype of the trained weights")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw_8bit: bitsandbytes' AdamW, as Trainer's optim"
+    )
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing is on")
     parser.add_argument("--gpu-memory", type=float, help="memory of a device in GiB (2**30 bytes)")
     parser.add_argument(
@@ -167,8 +170,10 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
     dtype = getattr(torch, options.weights)
     with torch.device("meta"):
         model = _empty_model(config, dtype)
-    local, layout = sum(parameter.numel() for parameter in model.parameters()), "token"
-    findings.facts.append(f"model {config.model_type}: {local:,} parameters")
+    layout = "token"
+    findings.facts.append(
+        f"model {config.model_type}: {sum(parameter.numel() for parameter in model.parameters()):,} parameters"
+    )
     if grid.size > 1:
         matrices = {
             name
@@ -179,7 +184,7 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
             model, report = parallelize(model, grid, config=launch.config)
             findings.facts.append(f"sharding: {str(report).removeprefix(f'grid {report.grid}: ')}")  # named above
             _examine_report(report, matrices, findings)
-            local = _examine_shards(model, grid, findings)
+            _examine_shards(model, grid, findings)
             state = parallel_state(model)
             layout = "feature" if state is not None and state.features > 0 else "token"
     if options.batch is not None:
@@ -187,7 +192,7 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
         # Over context masks are made for a range at a time; and small ones are no concern.
         if grid.context == 1 and count_mask_bytes(model, options.batch, options.seq) > LARGEST:
             findings.facts.append(f"packing: {describe_mask(model, options.batch, options.seq)}")
-    _examine_memory(launch, options, config.to_dict(), local, layout, findings)
+    _examine_memory(launch, options, config.to_dict(), model, layout, findings)
 
 
 def _model_config(name: str):
@@ -278,7 +283,7 @@ def _examine_report(report, matrices: set[str], findings: Findings) -> None:
         findings.warnings.append(f"heads: {count} Linear(s): {reason}")
 
 
-def _examine_shards(model, grid: Grid, findings: Findings) -> int:
+def _examine_shards(model, grid: Grid, findings: Findings) -> None:
     """Elements on rank 0, which has the longest shards; and what the last rank of x, y and z has of each weight."""
     from hf_axonn.engine.dtensors import local, local_slices
 
@@ -304,7 +309,6 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
             f"{len(empty)} weight(s) have fewer rows or columns than ranks, so some ranks have no part of them, "
             f"{empty[0]} first: choose smaller x, y or z."
         )
-    return elements
 
 
 def _examine_batch(grid: Grid, options: argparse.Namespace, findings: Findings) -> None:
@@ -333,13 +337,15 @@ def _examine_batch(grid: Grid, options: argparse.Namespace, findings: Findings) 
 
 
 def _examine_memory(
-    launch: Launch, options: argparse.Namespace, config: dict, local: int, layout: str, findings: Findings
+    launch: Launch, options: argparse.Namespace, config: dict, model, layout: str, findings: Findings
 ) -> None:
     """Bytes of rank 0, which holds most; against the memory of a device where that is known."""
     size = DTYPE_BYTES[options.weights]
-    moments = local * 2 * size  # of the dtype of parameters, as torch's AdamW keeps them
-    states = local * 2 * size + moment_bytes(moments, launch.config.offload)
+    elements, moments = _count_moments(model, options.optimizer, size)
+    states = elements * 2 * size + moment_bytes(moments, launch.config.offload)
     text = f"memory of rank 0: {_size(states)} parameters, gradients and AdamW's moments"
+    if options.optimizer == "adamw_8bit":
+        text += f" ({_size(moments)}, in 8 bits but for embeddings and small weights)"
     if launch.config.offload == "optimizer":
         text = f"host memory of rank 0: {_size(moments)} AdamW's moments; {text} in use"
     total: float = states
@@ -360,6 +366,7 @@ def _examine_memory(
             keep_gathered=launch.config.keep_gathered,
             context_attention=launch.config.context_attention,
             offload=launch.config.offload,
+            optimizer=options.optimizer,
         )
         parts = _first_rank_memory(shape, launch.config, step, layout, options.accumulation)
         total = parts.total - parts.states + states
@@ -389,6 +396,25 @@ def _examine_memory(
             f"about {_size(total)} do not fit into {_size(capacity)} with {RESERVE:.0%} left free: take "
             "a larger x * y * z, fewer rows (--batch), or activation checkpointing (--checkpointing)."
         )
+
+
+def _count_moments(model, optimizer: str, size: int) -> tuple[int, int]:
+    """Return the elements of parameters on this rank, and the bytes of their moments; `size`: bytes of an element."""
+    from torch import nn
+
+    from hf_axonn.engine.dtensors import local
+
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    exact = {id(parameter) for module in embeddings for parameter in module.parameters()}
+    elements = moments = 0
+    for parameter in model.parameters():
+        own = local(parameter).numel()
+        elements += own
+        if optimizer == "adamw":
+            moments += 2 * own * size  # of the dtype of parameters, as torch's AdamW keeps them
+        else:
+            moments += 8 * own if id(parameter) in exact else low_bit_bytes(own)
+    return elements, moments
 
 
 def _expert_lines(found: ExpertBytes | None, config: AxonnConfig) -> list[str]:

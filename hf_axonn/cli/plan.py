@@ -36,7 +36,7 @@ from hf_axonn.planner.pipelined import Pipelined
 from hf_axonn.planner.predict import Prediction
 from hf_axonn.planner.search import GridRanking, plan, sweep
 from hf_axonn.planner.shapes import ModelShape
-from hf_axonn.planner.step import BASES
+from hf_axonn.planner.step import BASES, OPTIMIZERS
 from hf_axonn.profiling.read_shape import read_shape
 from hf_axonn.topology.axis_order import trim_order
 
@@ -107,6 +107,9 @@ def add_plan(commands) -> None:
     )
     parser.add_argument(
         "--offload", choices=OFFLOADED, default="none", help="optimizer: AdamW's moments are in host memory"
+    )
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw_8bit: bitsandbytes' AdamW, as Trainer's optim"
     )
     parser.add_argument("--attention", help="attention kernel of the machine's file; by default its first")
     parser.add_argument(
@@ -180,6 +183,7 @@ def _job(options: argparse.Namespace, shape: ModelShape, sequences: int, fixed: 
         lora=options.lora,
         base=options.base,
         offload=options.offload,
+        optimizer=options.optimizer,
         **fixed,
     )
 

@@ -336,7 +336,8 @@ def section_lines(best: Prediction) -> list[str]:
     return [
         *text,
         f"# for Trainer: gradient_accumulation_steps {best.micro_batches}, per_device_train_batch_size {rows}, "
-        f"gradient_checkpointing {str(job.checkpointing).lower()}",
+        f"gradient_checkpointing {str(job.checkpointing).lower()}"
+        + (", optim adamw_bnb_8bit" if job.optimizer == "adamw_8bit" else ""),
     ]
 
 

@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_axonn.compat.low_bit_adam import NOT_MOMENTS
+
 
 BUCKET_BYTES = 2**27  # three are on the device at once; a parameter with larger moments is one by itself
 
 
 def is_moment(name: str, value: Any, parameter: Tensor) -> bool:
-    """Return whether an entry of a parameter's state is elementwise, and no count of steps."""
-    return name != "step" and isinstance(value, Tensor) and value.shape == parameter.shape
+    """Return whether an entry of a parameter's state is elementwise: no count of steps, and nothing of blocks."""
+    return name not in NOT_MOMENTS and isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def to_host(value: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 What they make of an element depends on no other element, so a step on the shards as plain tensors is the step on the
 DTensors, bit by bit. It has torch's foreach kernels where plain tensors have them, and leaves out DTensor's dispatch,
 which takes the host longer than the layer's forward and backward pass (docs/results/host_time.md). So do the
-elementwise parts of Muon (muon.py).
+elementwise parts of Muon (muon.py), and bitsandbytes' Adam and AdamW (low_bit_adam.py).
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from torch.optim import (
     Rprop,
 )
 
+from hf_axonn.compat import low_bit_adam
+from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.torch import around_step, like_dtensor, placement_of, shard_in
 from hf_axonn.engine.host_moments import HostMoments, is_moment, to_host
+from hf_axonn.engine.low_bit_adam import places_of, quantize_moments, refuse_low_bit
 from hf_axonn.engine.muon import find_mesh, orthogonalize_once
 
 
@@ -42,11 +45,18 @@ ELEMENTWISE = (ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSpr
 
 
 def step_on_shards() -> None:
-    """Let elementwise optimizers of torch, and Muon, step on shards, from now on, where their parameters are DTensors.
-    Steps with a closure stay as they are: it runs the model, whose gradients are DTensors. No communication."""
+    """Let elementwise optimizers of torch, Muon, and bitsandbytes' Adam and AdamW step on shards, from now on, where
+    their parameters are DTensors. Steps with a closure stay as they are: it runs the model, whose gradients are
+    DTensors. No communication."""
     for optimizer in ELEMENTWISE:
         around_step(optimizer, step_elementwise)
     around_step(Muon, step_muon)
+    after_import(low_bit_adam.MODULE, _step_low_bit_on_shards)
+
+
+def _step_low_bit_on_shards() -> None:
+    for optimizer in low_bit_adam.classes_with_steps():
+        around_step(optimizer, step_low_bit)
 
 
 def step_elementwise(optimizer: Optimizer, step: Callable[[], object]) -> None:
@@ -62,6 +72,25 @@ def step_elementwise(optimizer: Optimizer, step: Callable[[], object]) -> None:
 def step_muon(optimizer: Optimizer, step: Callable[[], object]) -> None:
     """Call Muon's own step on shards. Collectives: those of `orthogonalize_once`."""
     with shards_of_matrices(optimizer):
+        step()
+
+
+def step_low_bit(optimizer: Optimizer, step: Callable[[], object]) -> None:
+    """Call the own step of an optimizer of bitsandbytes on shards, after moments of a checkpoint were quantized.
+
+    Raises:
+        ValueError: those of `refuse_low_bit`, `note_overrides` and `quantize_moments`.
+    """
+    if not any(isinstance(parameter, DTensor) for _, parameter in places_of(optimizer)):
+        if low_bit_adam.is_adam(optimizer):
+            quantize_moments(optimizer)
+        step()
+        return
+    refuse_low_bit(optimizer)
+    low_bit_adam.note_overrides(optimizer)
+    quantize_moments(optimizer)
+    with shards_of(optimizer):
+        low_bit_adam.skip_empty(optimizer)
         step()
 
 
@@ -187,5 +216,4 @@ def _take_back(entries: dict, inside: dict, parameter: DTensor, shard: Tensor) -
     for name, value in inside.items():
         if _shard(entries.get(name)) is value:
             continue
-        elementwise = name != "step" and isinstance(value, torch.Tensor) and value.shape == shard.shape
-        entries[name] = like_dtensor(value, placement_of(parameter)) if elementwise else value
+        entries[name] = like_dtensor(value, placement_of(parameter)) if is_moment(name, value, shard) else value

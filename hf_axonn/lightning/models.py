@@ -11,10 +11,11 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from hf_axonn.accelerator.adafactor import follow_grid
-from hf_axonn.accelerator.prepare import point_to_shards, refuse_low_bit
+from hf_axonn.accelerator.prepare import point_to_shards
 from hf_axonn.compat.lightning import is_compiled
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import broadcast_all
+from hf_axonn.engine.low_bit_adam import refuse_low_bit
 from hf_axonn.engine.master_weights import make_masters
 from hf_axonn.engine.optimizer_steps import keep_moments_on_host
 from hf_axonn.engine.state import is_parallelized, parallel_state

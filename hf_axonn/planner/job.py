@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.shapes import ModelShape
-from hf_axonn.planner.step import BASES, StepSettings
+from hf_axonn.planner.step import BASES, OPTIMIZERS, StepSettings
 from hf_axonn.planner.time.pipeline import PIPELINES
 from hf_axonn.topology.experts import EXPERTS
 
@@ -27,7 +27,7 @@ class Job(StepSettings):
         all_gather, reduce_scatter, all_reduce: the three overlaps.
         pipeline, stages_per_rank: on grids with a pipeline one of PIPELINES, and V; None: the fastest of TRIED.
     Raises:
-        ValueError: a size below 1, or an unknown base or pipeline.
+        ValueError: a size below 1, an unknown base, optimizer or pipeline, or `offload` of what it cannot serve.
     """
 
     shape: ModelShape
@@ -43,6 +43,7 @@ class Job(StepSettings):
     stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("sequences", "seq"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but a batch has at least 1.")
@@ -54,6 +55,8 @@ class Job(StepSettings):
             raise ValueError(f"experts is {self.experts!r}, but it is one of {', '.join(EXPERTS)}.")
         if self.base not in BASES:
             raise ValueError(f"base is {self.base!r}, but it is one of {', '.join(BASES)}.")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is {self.optimizer!r}, but it is one of {', '.join(OPTIMIZERS)}.")
         if self.base != "full" and not self.lora:
             raise ValueError(f"base is {self.base!r}, whose weights cannot be trained: give a rank of adapters, lora.")
         if self.pipeline not in (None, *PIPELINES):

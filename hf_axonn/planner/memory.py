@@ -1,7 +1,8 @@
 """Bytes that one rank holds at the worst moment of a training step, by what they are for (docs/algorithm.md, Memory).
 
-    states        parameters, gradients and AdamW's two moments, all of one dtype: of the rank's shards, and the small
-                  ones in full; of moments in host memory those of the buckets that a step has on the device
+    states        parameters, gradients and AdamW's two moments, all of one dtype but for moments in 8 bits: of the
+                  rank's shards, and the small ones in full; of moments in host memory those of the buckets that a step
+                  has on the device
     activations   saved for backward: of all layers, or under checkpointing the input of each; weights that are kept
     gathered      full blocks of the weights of two layers, this one and the next one, and the gradients of two groups
     layer         what backward makes of a layer besides: under checkpointing all that it saves
@@ -19,7 +20,7 @@ for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from hf_axonn.planner.experts import expected_rows
@@ -51,6 +52,10 @@ RESERVE = 0.1  # share of a GPU's memory that a plan leaves free: an assumption
 FOREIGN_BYTES = 2**25  # layers/moe.py: up to so much a GPU takes pairs of other ranks' experts along, in bf16
 ADAPTER_BYTES = 4  # of an element of LoRA: PEFT makes adapters in float32
 MOMENT_BUCKET = 2**27  # bytes, as in engine/host_moments.py
+LOW_BIT_BLOCK, LOW_BIT_SIZE = (
+    256,
+    4096,
+)  # of bitsandbytes: values that share a scale, and the fewest that are quantized
 ORIGIN = {"data": 0, "z": 0, "y": 0, "x": 0}  # rank 0 holds the longest shards
 
 
@@ -112,15 +117,18 @@ class Memory(NamedTuple):
 
 def local_parameters(shape: ModelShape, grid: Grid) -> int:
     """Elements of parameters on rank 0."""
-    layers = sum(count * _count_sharded(layer.weights, grid) for layer, count in shape.everything)
-    rest = [_vocabulary(shape)] * (shape.begins + shape.has_head)
-    rest += [
-        WeightShape(table.kind, table.rows, shape.hidden)
-        for table in shape.tables
-        if shape.begins and table.kind != WeightKind.REPLICATED
-    ]
-    idle = ceil_div(sum(shape.idle), grid.x * grid.y * grid.z)
-    return layers + _count_sharded(rest, grid) + sum(shape.replicated) + idle
+    return sum(elements * count for elements, count in _local_sizes(shape, grid))
+
+
+def _local_sizes(shape: ModelShape, grid: Grid) -> Iterator[tuple[int, int]]:
+    """Yield the elements of parameters on rank 0, and how many there are of each size; the vocabulary's come first."""
+    yield own_elements(_vocabulary(shape), grid, ORIGIN), shape.begins + shape.has_head
+    for layer, count in shape.everything:
+        yield from ((own_elements(weight, grid, ORIGIN), count) for weight in layer.weights)
+    for table in shape.tables:
+        if shape.begins and table.kind != WeightKind.REPLICATED:
+            yield own_elements(WeightShape(table.kind, table.rows, shape.hidden), grid, ORIGIN), 1
+    yield from ((elements, 1) for elements in (*shape.replicated, ceil_div(sum(shape.idle), grid.x * grid.y * grid.z)))
 
 
 def _linears(shape: ModelShape, grid: Grid) -> int:
@@ -160,7 +168,7 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
     adapters = sum(shape.adapters(step.lora))
     trained, size = (adapters, ADAPTER_BYTES) if step.lora else (base, step.param_bytes)
     gradients = trained * size
-    moments = moment_bytes(2 * gradients, step.offload)
+    moments = moment_bytes(_moments(shape, grid, step, gradients), step.offload)
     embedding = [_vocabulary(shape)] if shape.begins and not shape.tied else []
     last = _count_sharded([*shape.runs[0][0].weights, *embedding], grid)
     last *= 0 if step.lora else step.param_bytes
@@ -184,6 +192,22 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
         last=0 if step.micro_batches > 1 else last,
         waits=step.micro_batches > 1,
     )
+
+
+def _moments(shape: ModelShape, grid: Grid, step: Step, gradients: int) -> int:
+    if step.optimizer == "adamw":
+        return 2 * gradients
+    if step.lora:
+        return sum(map(low_bit_bytes, shape.adapters(step.lora)))
+    (vocabulary, count), *others = _local_sizes(shape, grid)
+    embeddings = min(shape.begins, count)  # which Trainer keeps in float32
+    found = embeddings * 8 * vocabulary + (count - embeddings) * low_bit_bytes(vocabulary)
+    return found + sum(count * low_bit_bytes(elements) for elements, count in others)
+
+
+def low_bit_bytes(elements: int) -> int:
+    """Bytes of both moments of a tensor with bitsandbytes' 8-bit AdamW, which leaves small ones in float32."""
+    return 8 * elements if elements < LOW_BIT_SIZE else 2 * elements + 8 * ceil_div(elements, LOW_BIT_BLOCK)
 
 
 def moment_bytes(moments: int, offload: str) -> int:

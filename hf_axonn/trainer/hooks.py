@@ -35,7 +35,8 @@ from hf_axonn.trainer import accumulation, hub, liger, restarts, resume, rollout
 
 TRL_BASE = "trl.trainer.base_trainer"
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", *SCHEDULE_FREE)
+LOW_BIT = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", *SCHEDULE_FREE, *LOW_BIT)
 
 
 def install_when_imported() -> None:
@@ -166,7 +167,7 @@ def _make_ready(self) -> None:
     for name, requested in refused.items():
         if requested:
             raise ValueError(f"{name} is not supported over a grid ({plugin.grid}): omit it.")
-    # Others keep 8-bit blocks, projections or norms of a full tensor, which shards do not have.
+    # Others keep projections or norms of a full tensor, which shards do not have, or were not compared.
     optim = getattr(self.args.optim, "value", self.args.optim)
     if optim not in OPTIMIZERS:
         raise ValueError(

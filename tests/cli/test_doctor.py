@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from bitsandbytes.optim import AdamW8bit
 from transformers import AutoModelForCausalLM, BartConfig
 
 from hf_axonn import Grid, parallelize
@@ -60,6 +61,31 @@ def test_moments_in_host_memory_are_counted_there(tmp_path, capsys):
     ).groups()
     # Printed with two or three digits.
     assert float(host) * 1024 ** (of_host == "MiB") == pytest.approx(float(number) / 2 * 1024 ** (unit == "MiB"), 0.01)
+
+
+def test_moments_in_8_bits_are_counted_as_the_optimizer_has_them(tmp_path, capsys):
+    """As bitsandbytes makes them for the shards of rank 0, with embeddings in 32 bits."""
+    config = even_llama(hidden_size=256, intermediate_size=512)
+    for grid, ranks in (({"z": 2, "x": 2}, 4), ({"x": 1}, 1)):
+        command = write(tmp_path, config, processes=ranks, grid=grid)
+        assert main([*command, "--optimizer", "adamw_8bit"]) == 0
+        printed = capsys.readouterr().out
+        number = float(re.search(r"moments \(([\d.]+) MiB, in 8 bits but for embeddings", printed).group(1))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        parameters = dict(model.named_parameters())
+        sizes = {name: each.numel() // (ranks if each.dim() > 1 else 1) for name, each in parameters.items()}
+        low = AdamW8bit([torch.nn.Parameter(torch.ones(size)) for name, size in sizes.items() if "embed" not in name])
+        for parameter in low.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        low.step()
+        kept = sum(
+            value.nbytes
+            for entries in low.state.values()
+            for name, value in entries.items()
+            if name.startswith(("state", "absmax"))
+        )
+        assert number * 2**20 == pytest.approx(kept + 8 * sizes["model.embed_tokens.weight"], 0.02)
 
 
 def test_a_launch_and_a_model_with_nothing_to_mend(tmp_path, capsys):

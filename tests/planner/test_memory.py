@@ -9,7 +9,14 @@ from transformers import AutoConfig
 
 from hf_axonn.layers import moe
 from hf_axonn.planner.dense import DenseShape
-from hf_axonn.planner.memory import FOREIGN_BYTES, MOMENT_BUCKET, _saved_by_experts, local_parameters, memory
+from hf_axonn.planner.memory import (
+    FOREIGN_BYTES,
+    MOMENT_BUCKET,
+    _saved_by_experts,
+    local_parameters,
+    low_bit_bytes,
+    memory,
+)
 from hf_axonn.planner.shapes import ExpertsShape
 from hf_axonn.planner.step import Step
 from hf_axonn.profiling.read_shape import build_shape
@@ -128,3 +135,23 @@ def test_moments_in_host_memory_are_on_the_device_in_buckets():
     needed, offloaded = (memory(shape, grid, replace(step, offload=kind)) for kind in ("none", "optimizer"))
     assert needed.states - offloaded.states == needed.total - offloaded.total == needed.moments - 3 * MOMENT_BUCKET
     assert offloaded.by_kind()["parameters"] == needed.by_kind()["parameters"]
+
+
+def test_moments_in_8_bits_are_counted_as_bitsandbytes_keeps_them():
+    """Embeddings in 32 bits as Trainer leaves them, norms (of 64) as they are small, all else 2 bytes and scales."""
+    sizes = dict(layers=2, hidden=64, heads=4, intermediate=256, vocab=512)
+    for tied, heads in ((False, 1), (True, 0)):
+        shape, grid = DenseShape(**sizes, tied=tied), Grid(z=2)
+        step = Step(rows=1, seq=4, checkpointing=True)
+        needed, low = (memory(shape, grid, replace(step, optimizer=kind)) for kind in ("adamw", "adamw_8bit"))
+        small, quantized = 5 * 64, 2 * (4 * 64 * 64 + 3 * 64 * 256) // 2 + heads * 512 * 64 // 2
+        quantized -= 2 * 4 * 64 * 64 // 2  # of which attention's, of 2,048 elements a rank, are small, too
+        small += 2 * 4 * 64 * 64 // 2
+        assert low.moments == 8 * (small + 512 * 64 // 2) + quantized * 2 + quantized // 256 * 8
+        assert needed.states - low.states == needed.moments - low.moments
+    assert low_bit_bytes(4095) == 8 * 4095 and low_bit_bytes(4097) == 2 * 4097 + 17 * 8
+    lora = memory(shape, grid, replace(step, lora=64, optimizer="adamw_8bit"))
+    adapters = shape.adapters(64)
+    assert min(adapters) == 64 * 64 and lora.moments == sum(2 * each + each // 32 for each in adapters)
+    with pytest.raises(ValueError, match="offload: optimizer is not possible with adamw_8bit"):
+        replace(step, offload="optimizer", optimizer="adamw_8bit")

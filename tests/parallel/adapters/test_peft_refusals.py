@@ -20,7 +20,7 @@ from peft import (
 from torch.distributed.tensor import DTensor
 
 from hf_axonn import parallelize
-from hf_axonn.accelerator.prepare import refuse_low_bit
+from hf_axonn.engine.low_bit_adam import refuse_low_bit
 from hf_axonn.topology.grid import Grid
 from tests.helpers.adapting import adapt, adapted_model
 from tests.helpers.models import tiny_model, unplanned_model
@@ -168,7 +168,7 @@ def test_quantized_weights_are_refused():
 
 
 class Adam8bit(torch.optim.SGD):
-    """Named as that of bitsandbytes, which needs a GPU."""
+    """Of the modules of bitsandbytes and of torchao, and not made as theirs."""
 
 
 def test_low_bit_optimizers_are_refused():
