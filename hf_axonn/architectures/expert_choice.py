@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 from typing import cast
 
 from torch import nn
@@ -81,11 +80,11 @@ def _traffic(model: nn.Module, layers: list[nn.Module], grid: Grid) -> tuple[int
         (cast(int, layer.num_experts), [layer.get_parameter(name).shape[1:] for name in expert_weights(layer)])
         for layer in layers
     ]
-    of_weights, gathered, moved = bytes_sent(weights, chosen, hidden, grid)
-    if moved <= gathered:
+    sent = bytes_sent(weights, chosen, hidden, grid)
+    tokens = sent.fewer_by_gather()
+    if tokens is None:
         return most, f"{text}; gather never sends fewer bytes"
-    tokens = max(1, ceil(of_weights / (moved - gathered)))
     return most, (
         f"{text}; from {tokens:,} tokens of a rank and micro-batch on gather sends fewer bytes "
-        f"({of_weights / 2**20:,.1f} MiB for weights), so compare experts: gather"
+        f"({sent.weights / 2**20:,.1f} MiB for weights), so compare experts: gather"
     )

@@ -1,12 +1,18 @@
-"""Modules that a mixture calls after its experts with an input that was there before, in the source of its class.
+"""Modules beside the experts of a mixture that need no token that travels, in the source of its class.
 
     residual = hidden_states                          # the input of the mixture
     hidden_states = hidden_states.view(-1, size)      # the input of the experts
     hidden_states = self.experts(hidden_states, ...)
     return hidden_states + self.shared_experts(residual)
 
-They need no token that travels, so layers/computed_ahead.py computes them meanwhile. A module whose input is made in
-its call (`self.shared_experts(hidden.view(shape))`), or that is called before the experts, is not among them.
+    shared = self.shared_expert(hidden_states)        # nothing uses `shared`
+    routed = self.experts(hidden_states, ...)         # until here
+    return routed + shared
+
+layers/computed_ahead.py computes them while tokens travel: those that are called after the experts before their call,
+those that are called before the experts after it. A module after the experts whose input is made in its call
+(`self.shared_experts(hidden.view(shape))`) is not among them. The source decides when they are computed, never what
+they compute.
 """
 
 from __future__ import annotations
@@ -15,23 +21,42 @@ import ast
 import functools
 import inspect
 import textwrap
+from collections.abc import Sequence
 
 from torch import nn
 
+from hf_axonn.layers.computed_ahead import Beside
 
-def find_computed_ahead(mixture: nn.Module, experts: str) -> dict[str, bool]:
-    """Return the children of a mixture that can be computed while tokens travel: names -> whether the input is that of
-    the mixture, else that of the experts.
+
+def find_beside(model: nn.Module, experts: str) -> dict[str, dict[str, Beside]]:
+    """Return the modules that can be computed while tokens travel: for the mixture, and for the module around it,
+    which calls them with the input of the mixture, by name, the names of such children. No communication.
 
     Args:
-        experts: name of the child that has the experts.
+        experts: name of the experts in the model.
     """
-    found = _called_after(type(mixture).forward, experts)
-    return {name: of_mixture for name, of_mixture in found if mixture._modules.get(name) is not None}
+    mixture, _, child = experts.rpartition(".")
+    around, _, name = mixture.rpartition(".")
+    found = {mixture: _children_beside(model.get_submodule(mixture), child)}
+    if name:
+        outer = _children_beside(model.get_submodule(around), name)
+        found[around] = {child: beside for child, beside in outer.items() if beside is Beside.OF_EXPERTS}
+    return found
+
+
+def _children_beside(module: nn.Module, experts: str) -> dict[str, Beside]:
+    found = dict(_called_beside(type(module).forward, experts))
+    children = {name: child for name in found if (child := module._modules.get(name)) is not None}
+    # A norm before the experts is not worth it.
+    return {
+        name: found[name]
+        for name, child in children.items()
+        if found[name] is not Beside.BEFORE or any(True for _ in child.children())
+    }
 
 
 @functools.cache
-def _called_after(forward, experts: str) -> tuple[tuple[str, bool], ...]:
+def _called_beside(forward, experts: str) -> tuple[tuple[str, Beside], ...]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):  # made without a source
@@ -39,28 +64,82 @@ def _called_after(forward, experts: str) -> tuple[tuple[str, bool], ...]:
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef) or len(function.args.args) < 2:
         return ()
-    of_mixture, of_experts = object(), None  # which tensor a name stands for
-    values = {function.args.args[1].arg: of_mixture}
-    found: dict[str, bool] = {}
-    for node in sorted(ast.walk(function), key=_end):
-        if isinstance(node, ast.Call):
-            child = _name_of_child(node.func)
-            value = values.get(node.args[0].id) if node.args and isinstance(node.args[0], ast.Name) else None
-            if child == experts:
-                of_experts = value or object()
-            elif child and of_experts and value in (of_mixture, of_experts) and not (node.args[1:] or node.keywords):
-                found[child] = value is of_mixture
-        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
-            given = None if isinstance(node, ast.AugAssign) else node.value
-            same = values.get(given.id) if isinstance(given, ast.Name) else None
-            names = (name for name in ast.walk(node) if isinstance(name, ast.Name))
-            values |= {name.id: same or object() for name in names if isinstance(name.ctx, ast.Store)}
-    return tuple(found.items())
+    reader = _Reader(function.args.args[1].arg, experts)
+    reader.read(function.body)
+    return tuple(reader.found.items())
+
+
+class _Reader:
+    """Reads statements in the order in which they run.
+
+    Args:
+        mixture: name of the input.
+        experts: name of the child that has the experts.
+    """
+
+    def __init__(self, mixture: str, experts: str) -> None:
+        self.found: dict[str, Beside] = {}
+        self._experts = experts
+        self._of_mixture: object = object()
+        self._of_experts: object = None
+        self._values: dict[str, object] = {mixture: self._of_mixture}  # which tensor a name stands for
+        self._unused: dict[str, str] = {}  # names of results that nothing has used -> the children that made them
+
+    def read(self, statements: Sequence[ast.stmt]) -> None:
+        for statement in statements:
+            if isinstance(statement, ast.If):
+                self._read_nodes(statement.test)
+                before = dict(self._values)
+                self.read(statement.body)
+                first, self._values = self._values, before
+                self.read(statement.orelse)
+                names = first.keys() | self._values.keys()
+                one = {name: first.get(name) is self._values.get(name) for name in names}
+                self._values = {name: first[name] if one[name] else object() for name in names}
+            else:
+                self._read_nodes(statement)
+
+    def _read_nodes(self, around: ast.AST) -> None:
+        for node in sorted(ast.walk(around), key=_end):
+            if isinstance(node, ast.Call):
+                self._read_call(node)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                self._unused.pop(node.id, None)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
+                self._read_assignment(node)
+
+    def _read_call(self, call: ast.Call) -> None:
+        child, value = _name_of_child(call.func), self._values.get(_first_name(call))
+        if child == self._experts:
+            self._of_experts = value or object()
+            self.found |= dict.fromkeys(self._unused.values(), Beside.BEFORE)
+        elif child and value and self._of_experts and _one_name(call):
+            if value in (self._of_mixture, self._of_experts):
+                self.found[child] = Beside.OF_MIXTURE if value is self._of_mixture else Beside.OF_EXPERTS
+
+    def _read_assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> None:
+        given = None if isinstance(node, ast.AugAssign) else node.value
+        same = self._values.get(given.id) if isinstance(given, ast.Name) else None
+        names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+        self._values |= {name: same or object() for name in names}
+        alone = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and len(names) == 1
+        if alone and isinstance(given, ast.Call) and _one_name(given) and _name_of_child(given.func):
+            self._unused[names[0]] = _name_of_child(given.func)
 
 
 def _end(node: ast.AST) -> tuple[int, int, bool]:
     """Return where a node ends in the source: calls come before the assignment of their result."""
     return getattr(node, "end_lineno", 0), getattr(node, "end_col_offset", 0), isinstance(node, ast.stmt)
+
+
+def _first_name(call: ast.Call) -> str:
+    """Return the first argument of a call if it is a name, else nothing."""
+    return call.args[0].id if call.args and isinstance(call.args[0], ast.Name) else ""
+
+
+def _one_name(call: ast.Call) -> str:
+    """Return the only argument of a call if it is a name, else nothing."""
+    return "" if call.args[1:] or call.keywords else _first_name(call)
 
 
 def _name_of_child(function: ast.expr) -> str:

@@ -19,7 +19,7 @@ from hf_axonn.architectures.divided_rows import runs_along_row
 from hf_axonn.architectures.feature_layout import LayoutChoice
 from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan, is_inside
-from hf_axonn.architectures.shared_experts import find_computed_ahead
+from hf_axonn.architectures.shared_experts import find_beside
 from hf_axonn.architectures.weight_kinds import vocabulary_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss, output_embedding, text_config
 from hf_axonn.distributed.mesh import ROWS, TOKENS
@@ -218,11 +218,16 @@ def _install_experts(model: nn.Module, kinds: dict[int, WeightKind], state: Shar
             kind = kinds[id(module._parameters[expert_weights(module)[0]])]
             state.install(module, functools.partial(experts_layer(module, kind), state))
             _note(state, name, module, kind)
-            layer, (around, _, child) = state.sharded_layers[module], name.rpartition(".")
+            layer = state.sharded_layers[module]
             if isinstance(layer, MovingExperts):
-                mixture = model.get_submodule(around)
-                if inputs := find_computed_ahead(mixture, child):
-                    layer.compute_meanwhile(ComputedAhead(mixture, inputs))
+                layer.compute_meanwhile(_beside(model, name))
+
+
+def _beside(model: nn.Module, experts: str) -> ComputedAhead | None:
+    """Return what is computed while tokens travel to experts, if anything is."""
+    (name, own), *around = find_beside(model, experts).items()
+    after = [model.get_submodule(outer).get_submodule(child) for outer, children in around for child in children]
+    return ComputedAhead(model.get_submodule(name), own, after) if own or after else None
 
 
 def _install_linears(model: nn.Module, kinds: dict[int, WeightKind], state: ShardedModel) -> None:

@@ -131,7 +131,8 @@ class ExpertsShape:
         routing: dtype of the weights of the choices: wide (float32) or compute.
         sorted: whether they are handed all tokens, one expert after another (Llama 4).
         moves: whether each lies whole on one rank of (z, x, y), to which tokens travel (planner/experts.py).
-        ahead: how many of the parts that come next are computed while tokens travel (layers/computed_ahead.py).
+        waiting, ahead: how many of the parts before and after are computed while tokens travel
+            (layers/computed_ahead.py).
     """
 
     number: int
@@ -140,6 +141,7 @@ class ExpertsShape:
     routing: str = "wide"
     sorted: bool = False
     moves: bool = False
+    waiting: int = 0
     ahead: int = 0
 
     @property
@@ -253,6 +255,13 @@ class LayerShape:
     def blocks(self) -> tuple[BlockShape, ...]:
         """Its attention and MLP blocks."""
         return tuple(part for part in self.parts if isinstance(part, BlockShape))
+
+    def find_meanwhile(self, index: int) -> range:
+        """Return which parts are computed while tokens travel to the experts that are the part `index`."""
+        part = self.parts[index]
+        if isinstance(part, ExpertsShape) and part.moves:
+            return range(index - part.waiting - part.ahead, index)
+        return range(index, index)
 
     def with_moving_experts(self) -> LayerShape:
         """The same layer with experts that lie whole on one rank, after the parts that are computed meanwhile."""

@@ -21,10 +21,11 @@ from hf_axonn.architectures.divided_rows import gathering_attentions, latent_fea
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan, is_inside, plan_for
-from hf_axonn.architectures.shared_experts import find_computed_ahead
+from hf_axonn.architectures.shared_experts import find_beside
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.compat.transformers import has_causal_lm_loss, input_embedding, output_embedding, text_config
 from hf_axonn.engine.linears import is_linear, linear_size
+from hf_axonn.layers.computed_ahead import Beside
 from hf_axonn.layers.moe import expert_weights, is_experts
 from hf_axonn.planner.shapes import (
     BlockShape,
@@ -281,18 +282,26 @@ class _Finder:
             calls = tuple(self._call(name, trace) for name in names)
             taken, narrow = trace.unsharded.get(around, (0, True))
             parts.append((around, UnshardedModule(calls=calls, taken=taken, narrow=narrow)))
+        order = [name for name, _ in parts]
         return [
-            replace(part, ahead=self._count_ahead(name, [other for other, _ in parts[index + 1 :]]))
-            if isinstance(part, ExpertsShape)
-            else part
-            for index, (name, part) in enumerate(parts)
+            self._with_beside(part, name, order) if isinstance(part, ExpertsShape) else part for name, part in parts
         ]
 
-    def _count_ahead(self, name: str, following: list[str]) -> int:
-        """Return how many of the following parts are computed while tokens travel to experts."""
-        around, _, child = name.rpartition(".")
-        ahead = {f"{around}.{other}" for other in find_computed_ahead(self.modules[around], child)}
-        return len(list(takewhile(lambda other: is_inside(other, ahead), following)))
+    def _with_beside(self, experts: ExpertsShape, name: str, order: list[str]) -> ExpertsShape:
+        """Return experts that know how many of the parts before and after them are computed while tokens travel."""
+        found = {
+            f"{around}.{child}": beside
+            for around, children in find_beside(self.model, name).items()
+            for child, beside in children.items()
+        }
+        waiting = [child for child, beside in found.items() if beside is Beside.BEFORE]
+        ahead = [child for child, beside in found.items() if beside is not Beside.BEFORE]
+        place = order.index(name)
+        return replace(
+            experts,
+            waiting=len(list(takewhile(lambda part: is_inside(part, waiting), reversed(order[:place])))),
+            ahead=len(list(takewhile(lambda part: is_inside(part, ahead), order[place + 1 :]))),
+        )
 
     def _around(self, name: str) -> str | None:
         """The module on full sequences that a Linear on its own lies in, or nothing for another part."""

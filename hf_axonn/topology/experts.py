@@ -17,7 +17,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from math import comb
+from math import ceil, comb
 from typing import NamedTuple
 
 from hf_axonn.topology.grid import Grid, GridPosition, ceil_div
@@ -91,35 +91,44 @@ def _expect_rows(number: int, chosen: int, sizes: tuple[int, ...], own: int) -> 
 class WaysSent(NamedTuple):
     """Bytes that a rank sends for its layers of experts in one micro-batch.
 
-    weights: with `gather`, of weights and their gradients, whatever the tokens.
+    weights, sizes: whatever the tokens, with `gather` of weights and their gradients, with `move` of numbers of rows.
     gathered, moved: for each token of the rank, with `gather` and with `move`.
     """
 
     weights: float
+    sizes: float
     gathered: float
     moved: float
 
+    def fewer_by_gather(self) -> int | None:
+        """Return the tokens of a rank from which on `gather` sends fewer bytes; None where it never does."""
+        more = self.moved - self.gathered
+        return max(1, ceil((self.weights - self.sizes) / more)) if more > 0 else None
+
 
 def bytes_sent(
-    layers: Iterable[tuple[int, Iterable[Sequence[int]]]], chosen: int, hidden: int, grid: Grid
+    layers: Iterable[tuple[int, Iterable[Sequence[int]]]], chosen: int, hidden: int, grid: Grid, *, routing: int = 4
 ) -> WaysSent:
     """Return the bytes that rank 0 sends, forward and backward without recomputation, of a model cut by blocks.
 
-    In bfloat16, with routing weights and reductions in float32, for routers to which all experts are alike.
+    In bfloat16, with reductions in float32, for routers to which all experts are alike.
 
     Args:
         layers: (E, [A, B] of each parameter [E, A, B]) of each layer.
         chosen: k experts of a token.
         hidden: features of a token.
+        routing: bytes of a routing weight of the model's router, which `gather` sends as they are: 4, or 2 of a router
+            that returns them in the dtype of the hidden states. `move` sends them in float32.
     """
     narrow, wide, index = 2, 4, 8
-    ranks, place = grid.x * grid.y, grid.place(0)
-    weights = gathered = moved = 0.0
+    ranks, all_ranks, place = grid.x * grid.y, grid.z * grid.x * grid.y, grid.place(0)
+    weights = sizes = gathered = moved = 0.0
     for number, shapes in layers:
         own = len(own_experts(number, place, over_z=False))
         elements = sum(own * rows * ceil_div(columns, grid.z) for rows, columns in shapes)
         weights += elements * (2 * narrow + wide) * (grid.z - 1)
-        gathered += (4 * hidden * narrow + chosen * (2 * wide + index)) * (ranks - 1)
+        gathered += (4 * hidden * narrow + chosen * (2 * routing + index)) * (ranks - 1)
+        sizes += index * (1 + chosen) * (all_ranks - 1)
         rows, pairs = expect_rows(number, chosen, grid), 2 * chosen * wide
         moved += float(rows.sent + rows.received) * (2 * hidden * narrow + pairs)
-    return WaysSent(weights, gathered, moved)
+    return WaysSent(weights, sizes, gathered, moved)

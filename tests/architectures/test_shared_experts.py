@@ -1,4 +1,4 @@
-"""Modules that mixtures call after their experts with an input that was there before, by their source."""
+"""Modules beside experts that need no token that travels, by the source of the mixture."""
 
 from __future__ import annotations
 
@@ -7,18 +7,30 @@ from torch import nn
 from transformers.models.aria.modeling_aria import AriaTextMoELayer
 from transformers.models.cohere2_moe.modeling_cohere2_moe import Cohere2MoeSparseMoeBlock
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedMoE
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeSparseMoeBlock
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextDecoderLayer
+from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedDecoderLayer
+from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1Moe
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from hf_axonn.architectures.shared_experts import find_computed_ahead
+from hf_axonn.architectures.shared_experts import find_beside
+from hf_axonn.layers.computed_ahead import Beside
+
+
+BEFORE, OF_MIXTURE, OF_EXPERTS = Beside.BEFORE, Beside.OF_MIXTURE, Beside.OF_EXPERTS
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Identity())
 
 
 class Mixture(nn.Module):
     def __init__(self):
         super().__init__()
         for name in ("experts", "gate", "shared", "other", "third"):
-            setattr(self, name, nn.Identity())
+            setattr(self, name, mlp())
+        self.norm = nn.Identity()
 
     def forward(self, hidden, scale=1.0):
         residual = hidden
@@ -40,31 +52,96 @@ class Changed(Mixture):
         return self.shared(hidden) + self.third(residual)
 
 
+class Branches(Mixture):
+    def forward(self, hidden):
+        if self.scale:
+            self.experts(hidden)
+            same = hidden
+        else:
+            hidden = same = self.experts(hidden)
+        other = self.other(hidden)
+        if self.scale:
+            same = hidden
+        else:
+            other += self.shared(same)
+        return other + self.third(same)
+
+
+class First(Mixture):
+    """Calls modules before its experts: one whose result waits, one that is used, two that make more than one thing,
+    and one that is no module of modules."""
+
+    def forward(self, hidden):
+        shared = self.shared(hidden.detach()) if self.scale else None
+        shared = self.shared(hidden)
+        first, second = self.third(hidden)
+        used = self.other(hidden)
+        norm = self.norm(hidden)
+        routed = self.experts(hidden, used)
+        return routed + shared + first + norm
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixture, self.dense, self.before, self.first = Mixture(), mlp(), mlp(), mlp()
+
+    def forward(self, hidden):
+        residual = hidden
+        hidden = hidden.detach()
+        before = self.before(hidden)
+        routed = self.mixture(hidden)
+        return routed + self.dense(hidden) + before + self.first(residual)
+
+
 class Expression(Mixture):
     forward = lambda self, hidden: self.experts(hidden) + self.shared(hidden)  # noqa: E731
 
 
 def test_calls_after_experts_of_what_was_there_before_are_found():
-    assert find_computed_ahead(Mixture(), "experts") == {"shared": True, "third": False}
-    assert find_computed_ahead(Mixture(), "routed") == {}
-    assert find_computed_ahead(Changed(), "experts") == {}
-    assert find_computed_ahead(Expression(), "experts") == {}
-    assert find_computed_ahead(nn.Sequential(nn.Identity()), "0") == {}
+    assert find_beside(Mixture(), "experts") == {"": {"shared": OF_MIXTURE, "third": OF_EXPERTS}}
+    for mixture, experts in [
+        (Mixture(), "routed"),
+        (Changed(), "experts"),
+        (Expression(), "experts"),
+        (nn.Sequential(nn.Identity()), "0"),
+    ]:
+        assert find_beside(mixture, experts) == {"": {}}
+
+
+def test_branches_are_read_apart():
+    """The input of the mixture is that of the experts in one branch, and their result in the other."""
+    assert find_beside(Branches(), "experts") == {"": {}}
+
+
+def test_calls_before_experts_whose_results_wait_are_found():
+    assert find_beside(First(), "experts") == {"": {"shared": BEFORE}}
+
+
+def test_the_module_around_a_mixture_is_read_too():
+    found = find_beside(nn.ModuleDict({"layer": Around()}), "layer.mixture.experts")
+    assert found == {"layer.mixture": {"shared": OF_MIXTURE, "third": OF_EXPERTS}, "layer": {"dense": OF_EXPERTS}}
+    assert list(found) == ["layer.mixture", "layer"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
+    ("kind", "experts", "expected"),
     [
-        (DeepseekV3MoE, {"shared_experts": True}),
-        (NemotronHMoE, {"shared_experts": True}),  # its experts get latents
-        (Cohere2MoeSparseMoeBlock, {"shared_experts": False}),
-        (Qwen2MoeSparseMoeBlock, {"shared_expert_gate": False}),  # the shared expert is called first
-        (AriaTextMoELayer, {}),  # the input is made in the call
-        (GraniteMoeSharedMoE, {}),  # it is outside of the mixture
+        (DeepseekV3MoE, "experts", {"shared_experts": OF_MIXTURE}),
+        (NemotronHMoE, "experts", {"shared_experts": OF_MIXTURE}),  # its experts get latents
+        (Cohere2MoeSparseMoeBlock, "experts", {"shared_experts": OF_EXPERTS}),
+        (Qwen2MoeSparseMoeBlock, "experts", {"shared_expert": BEFORE, "shared_expert_gate": OF_EXPERTS}),
+        (Ernie4_5_MoeSparseMoeBlock, "experts", {"shared_experts": BEFORE}),
+        (HunYuanMoEV1Moe, "experts", {"shared_mlp": BEFORE}),
+        (AriaTextMoELayer, "experts", {}),  # the input is made in the call
+        (GraniteMoeSharedDecoderLayer, "block_sparse_moe", {"shared_mlp": OF_EXPERTS}),
+        (Gemma4TextDecoderLayer, "experts", {}),  # what a dense MLP makes is normed before the experts
     ],
 )
-def test_mixtures_of_transformers(kind, expected):
+def test_mixtures_of_transformers(kind, experts, expected):
     mixture = kind.__new__(kind)
     nn.Module.__init__(mixture)
-    mixture.experts = mixture.shared_experts = mixture.shared_expert = mixture.shared_expert_gate = nn.Identity()
-    assert find_computed_ahead(mixture, "experts") == expected
+    mixture.shared_expert_gate = mixture.post_feedforward_layernorm_1 = nn.Identity()
+    for name in (experts, "shared_experts", "shared_expert", "shared_mlp", "mlp"):
+        setattr(mixture, name, mlp())
+    assert find_beside(mixture, experts) == {"": expected}

@@ -69,6 +69,16 @@ def latent():
     return tiny_model("deepseek_v3", dtype=torch.float32, **EAGER, **LATENT)
 
 
+def shared_first():
+    sizes = dict(shared_expert_intermediate_size=20, num_experts=4, decoder_sparse_step=1, mlp_only_layers=[])
+    return tiny_model("qwen2_moe", dtype=torch.float32, **EAGER, **sizes)
+
+
+def shared_outside():
+    sizes = MOE | dict(shared_intermediate_size=20, num_key_value_heads=12)
+    return tiny_model("granitemoeshared", dtype=torch.float32, experts_implementation="eager", **sizes)
+
+
 def recomputed(make=llama, *, use_reentrant):
     model = make()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
@@ -85,6 +95,8 @@ MODES = {
     "qwen3_moe": lambda: tiny_model("qwen3_moe", dtype=torch.float32, num_experts=4, **EAGER),
     "deepseek_v3": latent,
     "deepseek_v3, recomputed": functools.partial(recomputed, latent, use_reentrant=False),
+    "qwen2_moe": shared_first,
+    "granitemoeshared, recomputed": functools.partial(recomputed, shared_outside, use_reentrant=False),
     "latents of whole rows": functools.partial(recomputed, latent, use_reentrant=False),
     "bfloat16": lambda: tiny_model("llama", dtype=torch.bfloat16),
     "autocast": llama,

@@ -13,16 +13,18 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_axonn import Grid, parallelize
+from hf_axonn.compat.later import Later
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed.collectives import observe, watch_waits
 from hf_axonn.layers.base import patch_forward
-from hf_axonn.layers.computed_ahead import ComputedAhead
+from hf_axonn.layers.computed_ahead import Beside, ComputedAhead
 from tests.helpers.adapting import adapt
 from tests.helpers.equality import Case, exact, rows_of
 from tests.helpers.float64 import checkpointed
-from tests.helpers.models import tiny_batch
+from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
-from tests.layers.test_moe import Planned, errors, moe, moved
+from tests.layers.test_moe import EXPERTS, ROUTED, Planned, errors, moe, moved
+from tests.layers.test_moe import KINDS as MIXTURES
 from tests.layers.test_moving_experts import case
 
 
@@ -44,7 +46,7 @@ class Mixture(nn.Module):
 
 def ahead(mixture) -> list[str]:
     """Let both Linears be computed when the experts are called; returns what is then called, in order."""
-    computed = ComputedAhead(mixture, {"first": True, "then": False})
+    computed = ComputedAhead(mixture, {"first": Beside.OF_MIXTURE, "then": Beside.OF_EXPERTS})
     seen: list[str] = []
 
     def experts(original, hidden):
@@ -90,10 +92,157 @@ def test_after_an_error_nothing_is_left():
     assert seen == ["experts", "first", "then", "experts are done"] and "first" not in vars(mixture)
 
 
-def launches(overlap, reentrant=None):
-    """The events of forward and of backward of one layer with experts."""
+class Waiting(nn.Module):
+    """Calls a Linear before an Identity as experts, `use` in between, and adds both."""
+
+    def __init__(self, use=lambda hidden, shared: shared, returns=torch.Tensor.add):
+        super().__init__()
+        self.experts, self.shared = nn.Identity(), nn.Linear(3, 3)
+        self.use, self.returns = use, returns
+
+    def forward(self, hidden_states):
+        shared = self.use(hidden_states, self.shared(hidden_states))
+        return self.returns(self.experts(hidden_states), shared)
+
+
+def waiting(mixture, *, around=torch.no_grad, called=True) -> list[str]:
+    """Let the Linear be computed when the experts are called, in a context; returns what is then called, in order."""
+    computed = ComputedAhead(mixture, {"shared": Beside.BEFORE})
+    seen: list[str] = []
+
+    def experts(original, hidden):
+        seen.append("experts")
+        with around():
+            if called:
+                computed.compute(hidden)
+        seen.append("experts are done")
+        return original(hidden)
+
+    patch_forward(mixture.experts, experts)
+    mixture.shared.register_forward_pre_hook(lambda *_: seen.append("shared"))
+    mixture.shared.register_forward_hook(lambda *call: seen.append(type(call[-1]).__name__))
+    return seen
+
+
+SHARED = ["shared", "Tensor"]
+NARROW = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.no_grad, NARROW])
+def test_a_call_before_the_experts_waits_for_them(around):
+    """It runs once, with its hooks, and as it was called: with gradients, and without autocast."""
+    mixture, hidden = Waiting(), torch.randn(2, 5, 3, requires_grad=True)
+    expected = mixture(hidden)
+    gradients = torch.autograd.grad(expected.square().sum(), [hidden, mixture.shared.weight])
+    seen = waiting(mixture, around=around)
+    output = mixture(hidden)
+    assert type(output) is torch.Tensor and torch.equal(output, expected)
+    for one, other in zip(
+        torch.autograd.grad(output.square().sum(), [hidden, mixture.shared.weight]), gradients, strict=True
+    ):
+        assert torch.equal(one, other)
+    assert seen == ["experts", *SHARED, "experts are done"] and "shared" not in vars(mixture)
+
+
+def test_under_autocast_it_runs_under_autocast():
+    mixture, hidden = Waiting(), torch.randn(2, 5, 3)
+    with NARROW():
+        expected = mixture(hidden)
+    waiting(mixture, around=functools.partial(torch.autocast, "cpu", enabled=False))
+    with NARROW():
+        assert torch.equal(mixture(hidden), expected)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda hidden, shared: shared if shared.shape == hidden.shape else None,
+        lambda hidden, shared: torch.sigmoid(hidden) * shared,
+        lambda hidden, shared: torch.cat([shared[..., :1], shared[..., 1:]], dim=-1),
+        lambda hidden, shared: torch.add(input=hidden, other=shared),
+        lambda hidden, shared: shared.add_(1),
+    ],
+)
+def test_what_is_used_before_the_experts_is_computed_there(use):
+    mixture, hidden = Waiting(use), torch.randn(2, 5, 3)
+    expected = mixture(hidden)
+    seen = waiting(mixture)
+    assert torch.equal(mixture(hidden), expected) and seen == [*SHARED, "experts", "experts are done"]
+
+
+@pytest.mark.parametrize("returns", [lambda routed, shared: shared, lambda routed, shared: {"out": (routed, shared)}])
+def test_a_mixture_returns_what_is_computed(returns):
+    """Even where the experts computed nothing meanwhile."""
+    mixture, hidden = Waiting(returns=returns), torch.randn(2, 5, 3)
+    expected = mixture(hidden)
+    seen = waiting(mixture, called=False)
+    found = mixture(hidden)
+    output, right = (each["out"][1] if isinstance(each, dict) else each for each in (found, expected))
+    assert type(output) is torch.Tensor and torch.equal(output, right)
+    assert seen == ["experts", "experts are done", *SHARED]
+
+
+def test_an_input_that_was_changed_is_refused():
+    mixture = Waiting(lambda hidden, shared: (hidden.add_(1), shared)[1])
+    waiting(mixture)
+    with pytest.raises(RuntimeError, match="input of a Linear was changed in place.* Use experts: gather"):
+        mixture(torch.randn(2, 5, 3))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden * 2
+
+
+def doubled(*tensors):
+    return Doubled.apply(tensors[-1])
+
+
+@pytest.mark.parametrize("where", [dict(use=doubled), dict(returns=doubled)], ids=str)
+def test_a_use_past_torch_is_refused(where):
+    """An autograd.Function would lose the gradients, also of what has been computed."""
+    mixture = Waiting(**where)
+    waiting(mixture)
+    with pytest.raises(RuntimeError, match="past torch's functions.* Use experts: gather"):
+        mixture(torch.randn(2, 5, 3))
+
+
+def test_what_was_computed_later_is_freed_with_it():
+    hidden = torch.randn(2, 5, 3)
+    later = Later(nn.Linear(3, 3), hidden)
+    storage = StorageWeakRef(later.output().untyped_storage())
+    gc.disable()
+    assert not storage.expired()
+    del later
+    assert storage.expired()
+    gc.enable()
+
+
+KINDS = {
+    "qwen2_moe": dict(
+        num_experts=4, decoder_sparse_step=1, mlp_only_layers=[], shared_expert_intermediate_size=20, **ROUTED
+    ),
+    "ernie4_5_moe": dict(moe_num_experts=4, moe_k=2, moe_num_shared_experts=2, moe_layer_start_index=0, **ROUTED),
+    "hunyuan_v1_moe": dict(num_experts=4, moe_topk=2, intermediate_size=21, head_dim=4),
+    "granitemoeshared": MIXTURES["granitemoeshared"],
+}
+SHARED_IN = {
+    "qwen2_moe": "mlp.shared_expert",
+    "deepseek_v3": "mlp.shared_experts",
+    "granitemoeshared": "shared_mlp",
+}
+
+
+def shared(kind, **changes):
+    """A model with shared experts."""
+    return tiny_model(kind, **EXPERTS | KINDS[kind] | changes) if kind in KINDS else moe(kind, **changes)
+
+
+def launches(kind, overlap, *, reentrant=None, compiled=False):
+    """The events of forward and of backward of one layer with experts, by its shared ones."""
     grid = Grid(z=2)
-    model = moe("deepseek_v3").train()
+    model = shared(kind).train() if kind == "deepseek_v3" else shared(kind, num_hidden_layers=1).train()
     if reentrant is not None:
         checkpointed(model, reentrant=reentrant)
     parallelize(model, config=AxonnConfig(grid=grid, experts="move", overlap=Overlap(all_to_all=overlap)))
@@ -110,8 +259,10 @@ def launches(overlap, reentrant=None):
             seen.append("wait")
         yield
 
-    mixture = model.model.layers[1].mlp
-    mixture.shared_experts.act_fn.register_forward_hook(note)
+    found = model.model.layers[-1].get_submodule(SHARED_IN[kind])
+    found.get_submodule("activation" if kind == "granitemoeshared" else "act_fn").register_forward_hook(note)
+    if compiled:
+        model.compile(backend="aot_eager")
     own = rows_of(tiny_batch(8, 7), grid, dist.get_rank())
     with exact(), observe(lambda kind, *_: seen.append("start") if kind == "exchange" else None), watch_waits(wait):
         loss = model(**own).loss
@@ -123,12 +274,14 @@ def launches(overlap, reentrant=None):
 
 def _in_order():
     there = ["start", "start", "shared", "wait", "wait"]
-    assert launches(True) == (there + ["start", "wait"], ["start", "wait"] + there)
     one_by_one = 2 * ["start", "wait"] + ["shared"]
-    assert launches(False) == (one_by_one + ["start", "wait"], ["start", "wait"] + one_by_one)
-    forward, backward = launches(True, reentrant=False)
-    # Recomputed as far as the experts' results, which travel back no more.
-    assert forward == there + ["start", "wait"] and backward == ["start", "wait"] + there + there
+    for kind in SHARED_IN:
+        assert launches(kind, True) == (there + ["start", "wait"], ["start", "wait"] + there), kind
+        assert launches(kind, False) == (one_by_one + ["start", "wait"], ["start", "wait"] + one_by_one), kind
+        forward, backward = launches(kind, True, reentrant=False)
+        # Recomputed as far as the experts' results, which travel back no more unless a product of them is saved.
+        again = there + 2 * ["start", "wait"] if kind == "qwen2_moe" else ["start", "wait"] + there
+        assert forward == there + ["start", "wait"] and backward == again + there, kind
 
 
 def test_shared_experts_run_between_start_and_wait_and_in_backward_too():
@@ -160,11 +313,36 @@ def adapted():
     return adapt(moe("deepseek_v3"))
 
 
+FOUR = [Grid(z=4), Grid(z=2, x=2), Grid(y=2, x=2), Grid(z=2, context=2, x=2)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", [Grid(z=4), Grid(z=2, x=2), Grid(y=2, x=2), Grid(z=2, context=2, x=2)], ids=str)
+@pytest.mark.parametrize("grid", FOUR, ids=str)
 def test_ways_of_training_equal_one_process(grid):
     again = functools.partial(checkpointed, reentrant=True)
     ways = [case("deepseek_v3", "three steps", steps=3), case("deepseek_v3", "reentrant", before=again)]
     lora = Case("LoRA", adapted, config=moved)
     linears = [] if grid.context > 1 else [Planned(ways, [grid], by_blocks=False)]
     assert not errors(Planned([*ways, lora], [grid]), *linears)
+
+
+def of_kind(kind, name="", **options):
+    return Case(f"{kind} {name}", functools.partial(shared, kind, num_hidden_layers=1), config=moved, **options)
+
+
+def test_shared_experts_before_the_others_equal_one_process():
+    """And those outside of the mixture; the larger part is below."""
+    again = functools.partial(checkpointed, reentrant=False)
+    cases = [of_kind("qwen2_moe", steps=2), of_kind("granitemoeshared", before=again)]
+    assert not errors(Planned(cases, [Grid(x=2)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", FOUR, ids=str)
+def test_other_orders_of_shared_experts_equal_one_process(grid):
+    recomputed = functools.partial(checkpointed, reentrant=False)
+    cases = [of_kind(kind, "recomputed", before=recomputed) for kind in KINDS]
+    cases += [of_kind(kind, steps=3) for kind in KINDS]
+    lora = [Case(f"{kind} LoRA", lambda kind=kind: adapt(shared(kind)), config=moved) for kind in SHARED_IN]
+    linears = [] if grid.context > 1 else [Planned(cases[: len(KINDS)], [grid], by_blocks=False)]
+    assert not errors(Planned([*cases, *lora], [grid]), *linears)

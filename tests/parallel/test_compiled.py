@@ -22,6 +22,7 @@ from tests.helpers.equality import rows_of
 from tests.helpers.models import tiny_batch, tiny_model, unplanned_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer, numbers
+from tests.layers.test_computed_ahead import KINDS as SHARED
 from tests.layers.test_moe import EXPERTS, KINDS
 
 
@@ -149,12 +150,20 @@ def _passes() -> None:
     assert_equal_to_eager(grid, "gpt2", resid_pdrop=0.1, attn_pdrop=0.1)
     assert_equal_to_eager(grid, "mixtral", dtype=torch.bfloat16)
     assert_equal_to_eager(grid, "gemma2", attention="eager")
-    # Shared experts, which are compiled, run while tokens travel.
-    assert_equal_to_eager(
-        grid, "deepseek_v3", options={"use_cache": False}, checkpoint=False, **EXPERTS | KINDS["deepseek_v3"]
-    )
     # Its norms of heads add up gradients that lie in memory in another order.
     assert_equal_to_eager(grid, "qwen3", but="_norm.weight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe", "granitemoeshared"])
+def test_shared_experts_while_tokens_travel(kind):
+    """They are called after the others, before them, or by the layer, which is compiled itself."""
+    run_ranks(_shared, 2, kind, timeout=500)
+
+
+def _shared(kind: str) -> None:
+    sizes = EXPERTS | (KINDS | SHARED)[kind]
+    assert_equal_to_eager(Grid(x=2), kind, options={"use_cache": False}, checkpoint=False, **sizes)
 
 
 @pytest.mark.slow

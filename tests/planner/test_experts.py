@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 import yaml
-from transformers import Qwen3MoeConfig
+from transformers import AutoConfig, Qwen3MoeConfig
 
 from hf_axonn.cli.main import main
 from hf_axonn.planner.candidate import Candidate
@@ -25,22 +25,18 @@ from hf_axonn.planner.search import plan
 from hf_axonn.planner.settings import EXACT, as_text
 from hf_axonn.planner.shapes import ExpertsShape, own_experts
 from hf_axonn.planner.step import Step
-from hf_axonn.planner.traffic.volumes import volumes
+from hf_axonn.planner.time.layer_traffic import layer_traffic
+from hf_axonn.planner.time.links import Links
+from hf_axonn.planner.traffic.volumes import StepAccount, volumes
 from hf_axonn.profiling.read_shape import shape_of
 from hf_axonn.topology.experts import bytes_sent, expert_owners
 from hf_axonn.topology.grid import Grid
 
 
 SIZES = dict(vocab_size=4096, hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4)
+ROUTED = dict(num_experts=12, decoder_sparse_step=1, mlp_only_layers=[])
 CONFIG = Qwen3MoeConfig(
-    **SIZES,
-    head_dim=64,
-    intermediate_size=512,
-    moe_intermediate_size=512,
-    num_experts=12,
-    num_experts_per_tok=2,
-    decoder_sparse_step=1,
-    mlp_only_layers=[],
+    **SIZES, **ROUTED, head_dim=64, intermediate_size=512, moe_intermediate_size=512, num_experts_per_tok=2
 )
 MODEL = shape_of(CONFIG.to_dict())
 DENSE = replace(MODEL, runs=tuple((replace(layer, parts=layer.parts[:1]), count) for layer, count in MODEL.runs))
@@ -95,6 +91,41 @@ def test_a_recomputed_layer_sends_its_tokens_again_and_asks_for_no_sizes(checkpo
     assert ledger.calls(kind="all_to_all", axes=("z", "x")) == MODEL.depth
     again = ledger.calls(phase="backward", kind="exchange", axes=("z", "x")) // MODEL.depth
     assert again == (3 + 2 if checkpointing else 3), "results of the last product do not travel again"
+
+
+SHARED = {
+    # Parts of a layer that are computed while tokens travel.
+    "qwen2_moe": (dict(shared_expert_intermediate_size=256, **ROUTED), 1),
+    "qwen3_moe": (ROUTED, 0),
+    "deepseek_v3": (dict(n_routed_experts=12, first_k_dense_replace=0, n_group=1, topk_group=1), 1),
+    "granitemoeshared": (dict(num_local_experts=12, shared_intermediate_size=256), 1),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_tokens_travel_beside_shared_experts(kind):
+    """The groups of the shared experts, which are called before or after the others, or outside of the mixture."""
+    options, count = SHARED[kind]
+    sizes = SIZES | options | dict(num_experts_per_tok=2, num_key_value_heads=16)
+    model = shape_of(AutoConfig.for_model(kind, **sizes).to_dict())
+    grid, step = Grid(z=2, x=2), replace(STEP, checkpointing=True)
+    layer = place_experts(model, grid, "move").runs[-1][0]
+    (index,) = [place for place, part in enumerate(layer.parts) if isinstance(part, ExpertsShape)]
+    meanwhile = layer.find_meanwhile(index)
+    assert len(meanwhile) == count and meanwhile.stop == index
+    gathered = model.runs[-1][0]
+    assert not any(gathered.find_meanwhile(place) for place in range(len(gathered.parts)))
+    account = StepAccount(place_experts(model, grid, "move"), grid, step, "token")
+    traffic = layer_traffic(account, layer, kept=False)
+    links = Links(load_machine("dgx-h100"), grid, ("y", "x", "z", "pipe", "data"))
+    assert len(traffic.dispatches) == (count > 0)
+    for tokens in traffic.dispatches:
+        sent = account.find_dispatched(layer.parts[index])
+        assert (tokens.sent, tokens.returned) == (sent["forward"], sent["backward"])
+        groups = [part.groups() for part in layer.parts]
+        assert tokens.groups == range(len(sum(groups[: meanwhile.start], [])), len(sum(groups[:index], [])))
+        (seconds,) = traffic.seconds(links).dispatches
+        assert seconds.sent == [links.seconds("exchange", ("z", "x", "y"), each) for each in tokens.sent]
 
 
 def test_a_rank_holds_whole_experts_the_first_one_most():
@@ -169,17 +200,23 @@ def test_the_command_and_the_launch_file_say_the_choice(tmp_path, capsys):
     assert kept["experts"] == "gather"
 
 
-@pytest.mark.parametrize("grid", [Grid(z=4, x=2), Grid(data=2, z=6)], ids=str)
+@pytest.mark.parametrize("grid", [Grid(z=4, x=2), Grid(z=2, y=2, x=2), Grid(data=2, z=6)], ids=str)
 def test_from_some_tokens_on_gather_sends_fewer_bytes(grid):
-    """The report's arithmetic, of the experts alone, and the planner's, of a whole step, name one number of tokens."""
-    step = replace(STEP, checkpointing=False)
+    """The report's arithmetic, of the experts alone, and the planner's, of a whole step, are one to the byte."""
+    step = replace(STEP, checkpointing=False, micro_batches=1)
+    (experts, *_), own = MODEL.experts, step.padded_tokens(grid) // (grid.x * grid.y)
+    assert experts.routing == "compute"
+    layers = MODEL.depth * [(experts.number, [weight[:2] for weight in experts.weights])]
+    sent = bytes_sent(layers, experts.chosen, MODEL.hidden, grid, routing=2)
     found = compare_bytes(MODEL, grid, step)
-    weights = [(experts.number, [weight[:2] for weight in experts.weights]) for experts in MODEL.experts]
-    sent = bytes_sent(weights[:1] * MODEL.depth, MODEL.experts[0].chosen, MODEL.hidden, grid)
-    assert sent.moved > sent.gathered and found.tokens > 0
-    assert found.tokens == pytest.approx(sent.weights / (sent.moved - sent.gathered), rel=2e-3)
-    own = step.padded_tokens(grid) // (grid.x * grid.y)
-    assert (found.gather < found.move) == (own >= found.tokens)
+    fewer = sent.weights + sent.gathered * own - sent.sizes - sent.moved * own
+    # The planner's exchanges, six of a layer, are of whole bytes.
+    assert found.gather - found.move == pytest.approx(fewer, rel=0, abs=6 * MODEL.depth)
+    if found.tokens is not None:
+        assert sent.fewer_by_gather() == pytest.approx(found.tokens, rel=0, abs=1)
+        assert (found.gather < found.move) == (own >= found.tokens)
+    else:
+        assert sent.fewer_by_gather() is None
 
 
 def test_bytes_are_compared_where_tokens_can_travel_alone():

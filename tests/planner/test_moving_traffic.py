@@ -34,6 +34,11 @@ KINDS = {
         **SIZES,
     ),
 }
+# Whose shared experts are called before the others, or outside of the mixture.
+KINDS |= {
+    "qwen2_moe": KINDS["qwen3_moe"] | dict(shared_expert_intermediate_size=20),
+    "granitemoeshared": KINDS["gpt_oss"] | dict(shared_intermediate_size=20, num_key_value_heads=12),
+}
 GRIDS = [Grid(z=4), Grid(z=2, x=2), Grid(data=2, z=2), Grid(y=2, x=2)]
 ROWS, SEQ = 4, 8
 

@@ -9,6 +9,9 @@ is left is
           (the engine on GPUs) they share the link and R may last into the window after, see `_backward_apart`
     OAR   X - min(X, C of this group's dW)
 
+Tokens travel to experts beside the groups of shared experts: what is left is their seconds less those of the groups.
+What hides them hides nothing over z.
+
 The engine gathers a layer ahead, so that all groups of a layer are one window there (`layer_ahead`).
 
 All other collectives over x and y count in full. Without an overlap its collectives count in full. Where the machine's
@@ -75,6 +78,17 @@ def exposed_seconds(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ..
     forward = [group.forward + group.after_forward for group in groups]
     backward = [group.input_gradient + group.weight_gradient + group.after_backward for group in groups]
     runs_again = overlaps.checkpointing and layer.gathers_again and not layer.kept
+    share = overlaps.share
+    reductions = [
+        share * min(seconds, group.weight_gradient) if overlaps.all_reduce else 0.0
+        for seconds, group in zip(layer.hidden, groups, strict=True)
+    ]
+    # Weight gradients that hide a reduction, or come later (pipelines), hide no tokens.
+    busy = reductions if overlaps.all_reduce else [group.weight_gradient for group in groups]
+    sent = returned = 0.0
+    for tokens in layer.dispatches:
+        sent += _hide_tokens(share, sum(tokens.sent), forward, tokens.groups, [0.0] * len(groups))
+        returned += _hide_tokens(share, sum(tokens.returned), backward, tokens.groups, busy)
     again = gathers  # of backward
     if layer.kept:
         again = [0.0] * len(groups)
@@ -84,7 +98,6 @@ def exposed_seconds(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ..
     if overlaps.layer_ahead:  # all groups of the layer are one window
         lists = (gathers, reduces, again, forward, backward)
         gathers, reduces, again, forward, backward = ([sum(seconds)] for seconds in lists)
-    share = overlaps.share
     beside = share if overlaps.all_gather else 0.0
     following = gathers[1:] + gathers[:1]  # travels beside the compute of the group before
     first_z = sum(travel - beside * min(travel, room) for travel, room in zip(following, forward, strict=True))
@@ -102,13 +115,20 @@ def exposed_seconds(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ..
             hidden = share * min(travel, room)
             backward_z += gather + reduce - hidden
             slack += max(0.0, room - travel)
-    exposed_xy = layer.forward + layer.backward
-    hidden = max(0.0, travels + sum(again) - forward_z - backward_z)
-    for index, group in enumerate(groups):
-        room = share * min(layer.hidden[index], group.weight_gradient) if overlaps.all_reduce else 0.0
-        exposed_xy += layer.hidden[index] - room
-        hidden += room
-    return Exposed(forward_z, backward_z, exposed_xy, slack, hidden, first_z, layer.forward)
+    beside_xy = (2 if overlaps.checkpointing else 1) * sent + returned + sum(reductions)
+    exposed_xy = layer.forward + layer.backward + sum(layer.hidden) - beside_xy
+    hidden = max(0.0, travels + sum(again) - forward_z - backward_z) + beside_xy
+    return Exposed(forward_z, backward_z, exposed_xy, slack, hidden, first_z, layer.forward - sent)
+
+
+def _hide_tokens(share: float, travel: float, rooms: list[float], groups: range, busy: list[float]) -> float:
+    """Return the seconds of `travel` that hide behind groups, and take them off their `rooms`, parts of which are
+    busy."""
+    free = {index: rooms[index] - busy[index] for index in groups}
+    hidden = share * min(travel, sum(free.values()))
+    for index, room in free.items():
+        rooms[index] -= hidden * room / sum(free.values()) if hidden else 0.0
+    return hidden
 
 
 def hide_averages(overlaps: Overlaps, averages: float, slack: float) -> float:

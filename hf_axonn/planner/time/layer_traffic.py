@@ -16,8 +16,21 @@ from hf_axonn.planner.step import Step
 from hf_axonn.planner.time.links import Links
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import StepAccount
+from hf_axonn.topology.experts import DISPATCH
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
+
+
+class Dispatch(NamedTuple):
+    """Tokens on their way to experts, and the groups that are computed meanwhile.
+
+    sent, returned: of hidden states and choices in forward, and of their gradients in backward: payloads in
+        `LayerTraffic`, seconds in `LayerSeconds`. They are in the collectives of forward and backward, too.
+    """
+
+    sent: list[float]
+    returned: list[float]
+    groups: range
 
 
 class LayerSeconds(NamedTuple):
@@ -27,6 +40,7 @@ class LayerSeconds(NamedTuple):
         whether the first gather serves backward and recomputation, too.
     forward, backward: over x, y and context, those that nothing hides (with recomputation: its share is in backward).
     hidden: over x or y, of each group, those that run beside its weight gradient.
+    dispatches: tokens beside which other groups are computed.
     """
 
     gathers: list[float]
@@ -36,6 +50,7 @@ class LayerSeconds(NamedTuple):
     backward: float
     hidden: list[float]
     kept: bool = False
+    dispatches: tuple[Dispatch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,7 @@ class LayerTraffic:
         hidden: (kind, axis, payload) over x or y beside the weight gradient of each group; None for none.
         once: groups that backward does not gather once more after recomputation.
         kept: whether the first gather serves backward and recomputation, too (`keep_gathered`).
+        dispatches: tokens beside which other groups are computed.
     """
 
     gathers: list[float]
@@ -58,10 +74,15 @@ class LayerTraffic:
     hidden: list[tuple[str, str, float] | None]
     once: tuple[int, ...] = ()
     kept: bool = False
+    dispatches: tuple[Dispatch, ...] = ()
 
     def seconds(self, links: Links) -> LayerSeconds:
         """Seconds of the collectives on a machine."""
         entries = self.ledger.entries.items()
+
+        def exchanges(payloads: list[float]) -> list[float]:
+            return [links.seconds("exchange", DISPATCH, payload) for payload in payloads]
+
         return LayerSeconds(
             gathers=[links.seconds("all_gather", ("z",), payload) for payload in self.gathers],
             reduces=[links.seconds("reduce_scatter", ("z",), payload, bool(payload)) for payload in self.reduces],
@@ -70,6 +91,9 @@ class LayerTraffic:
             backward=sum(links.entry_seconds(key, volume) for key, volume in entries if key.phase != "forward"),
             hidden=[links.seconds(each[0], (each[1],), each[2]) if each else 0.0 for each in self.hidden],
             kept=self.kept,
+            dispatches=tuple(
+                Dispatch(exchanges(each.sent), exchanges(each.returned), each.groups) for each in self.dispatches
+            ),
         )
 
 
@@ -140,14 +164,21 @@ def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> Lay
     gathers: list[float] = []
     once: list[int] = []
     hidden: list[tuple[str, str, float] | None] = []
+    dispatches: list[Dispatch] = []
+    begins: list[int] = []  # the first group of each part
 
     def hide(axis: str, payload: int) -> None:
         hidden.append(("reduce_scatter", axis, payload) if payload and getattr(grid, axis) > 1 else None)
         if hidden[-1]:
             ledger.add("backward", "reduce_scatter", (axis,), -payload, -1)
 
-    for part in layer.parts:
+    for index, part in enumerate(layer.parts):
+        begins.append(len(elements))
         if isinstance(part, ExpertsShape):
+            if meanwhile := layer.find_meanwhile(index):
+                sent = account.find_dispatched(part)
+                groups = range(begins[meanwhile.start], len(elements))
+                dispatches.append(Dispatch([*sent["forward"]], [*sent["backward"]], groups))
             once.append(len(elements))
             elements.append(account.expert_elements(part))
             gathers.append(elements[-1] * step.compute_bytes)
@@ -165,4 +196,4 @@ def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> Lay
         once = list(range(len(elements)))
     size = max(step.compute_bytes, step.reduce_bytes)
     reduces: list[float] = [0 if step.lora else count * size for count in elements]
-    return LayerTraffic(gathers, reduces, True, ledger, hidden, tuple(once), kept)
+    return LayerTraffic(gathers, reduces, True, ledger, hidden, tuple(once), kept, tuple(dispatches))

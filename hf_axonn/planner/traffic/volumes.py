@@ -319,12 +319,23 @@ class StepAccount:
                 ledger.add("backward", "all_gather", ("x", "y"), own * size)
             last.add("forward", "all_gather", ("x", "y"), own * self.shape.hidden * self.step.compute_bytes)
         there, back = expected_rows(experts, self.grid, self.rank)
-        hidden, both = self.shape.hidden * self.step.compute_bytes, 2 * experts.chosen * self.wide
-        for size in (hidden, both):  # both: weights of the choices, and their experts in the same dtype
-            ledger.add("forward", "exchange", DISPATCH, int(own * there * size))
-            ledger.add("backward", "exchange", DISPATCH, int(own * back * size))
+        hidden = self.shape.hidden * self.step.compute_bytes
+        for phase, sizes in self.find_dispatched(experts).items():
+            for size in sizes:
+                ledger.add(phase, "exchange", DISPATCH, size)
         last.add("forward", "exchange", DISPATCH, int(own * back * hidden))
         last.add("backward", "exchange", DISPATCH, int(own * there * hidden))
+
+    def find_dispatched(self, experts: ExpertsShape) -> dict[str, list[int]]:
+        """Bytes that are sent to experts that lie whole on one rank in forward, and of their gradients in backward:
+        hidden states, and choices with their weights in one dtype."""
+        own = self.padded // (self.grid.x * self.grid.y)
+        there, back = expected_rows(experts, self.grid, self.rank)
+        sizes = (self.shape.hidden * self.step.compute_bytes, 2 * experts.chosen * self.wide)
+        return {
+            phase: [int(own * rows * size) for size in sizes]
+            for phase, rows in (("forward", there), ("backward", back))
+        }
 
     def add_gathered_parameter(self, ledger: Ledger, rows: int, cols: int, partial: tuple[str, ...] = ()) -> None:
         """Add a parameter that is full while its module runs, in its own dtype; autograd keeps it. `partial`: the axes
