@@ -49,7 +49,7 @@ def why_rows_stay_whole(model: nn.Module, plan: ShardingPlan) -> str:
     attends = plan.full_sequence or any(block.is_attention for block in plan.blocks)
     if attends and not (takes_positions(model) or uses_alibi(model)):
         return "its forward takes no position_ids, and would number the positions of each rank from 0"
-    if not mask_functions(model):
+    if attends and not mask_functions(model):
         return "it does not make its attention masks by the functions of transformers.masking_utils"
     config: Any = model.config
     if reason := MIXES.get(config.model_type):

@@ -52,6 +52,7 @@ class MixerParts:
         norm: the norm over the features of all heads before the row layer, if any.
         gate: what that norm computes.
         direct: whether the code projects its input as it is, where no mask is given.
+        masks: whether it multiplies it by its mask before, where one is given; None where it does something else.
     """
 
     columns: dict[str, tuple[str, ...]]
@@ -65,6 +66,7 @@ class MixerParts:
     norm: str = ""
     gate: GatedNormKind | None = None
     direct: bool = True
+    masks: bool | None = None
 
     @property
     def heads_or_channels(self) -> tuple[str, ...]:
@@ -258,7 +260,7 @@ def _try(module: nn.Module, parts: MixerParts) -> MixerParts | str:
                     return "its code computes something else of some of its heads"
     except Exception as error:  # whatever a class does with numbers of the full model
         return f"its code does not run on some of its heads ({type(error).__name__})"
-    return replace(parts, direct=direct)
+    return replace(parts, direct=direct, masks=trial.masks())
 
 
 def _equal(truth: Tensor, ours: Tensor) -> bool:
@@ -273,10 +275,12 @@ class _Trial:
 
     Attributes:
         ends: whether the last run returned what its row layer did.
+        projected: what the projections got in the last run.
     """
 
     def __init__(self, module: nn.Module, parts: MixerParts) -> None:
         self.module, self.parts, self.ends = module, parts, False
+        self.projected: list[Tensor] = []
         generator = torch.Generator().manual_seed(1)
 
         def random(*shape: int) -> Tensor:
@@ -295,7 +299,22 @@ class _Trial:
         """The part at a position of a tensor; all of it without segments."""
         return take_heads(full, dim, segments, self.heads(here), here) if segments else full
 
-    def run(self, here: GridPosition | None) -> tuple[list[Tensor], bool]:
+    def masks(self) -> bool | None:
+        """Return whether the code multiplies its input by its mask before it projects it; None where a mask changes it
+        otherwise."""
+        if "attention_mask" not in inspect.signature(self.module.forward).parameters:
+            return False
+        mask = torch.ones(2, TOKENS, dtype=torch.long, device="cpu")
+        mask[1, :2] = 0
+        try:
+            with isolate(), Wide(), torch.no_grad(), _reference_functions(self.module):
+                _, direct = self.run(None, attention_mask=mask)
+        except Exception:  # code that takes another mask
+            return None
+        masked = self.hidden * mask[:, :, None]
+        return False if direct else True if all(torch.equal(masked, each) for each in self.projected) else None
+
+    def run(self, here: GridPosition | None, **given_beside: Tensor) -> tuple[list[Tensor], bool]:
         """Return what the sums and the row layer get, at a position or of the full model, and whether every projection
         got the mixer's input itself."""
         module, parts = self.module, self.parts
@@ -304,9 +323,11 @@ class _Trial:
         here = here or Grid().place(0)
         seen: list[Tensor] = []
         direct: list[bool] = []
+        self.projected = []
 
         def project(name: str, hidden: Tensor) -> Tensor:
             direct.append(hidden is given)
+            self.projected.append(hidden)
             return self.take(self.outputs[name], parts.columns[name], here)
 
         def note(output: Tensor, hidden: Tensor) -> Tensor:
@@ -329,7 +350,7 @@ class _Trial:
             for name, value in shown.items():
                 owner, child = _place(module, name)
                 stack.enter_context(replaced(vars(owner), {child: value}))
-            self.ends = module.forward(given) is self.hidden
+            self.ends = module.forward(given, **given_beside) is self.hidden
         return seen, all(direct)
 
 

@@ -23,10 +23,13 @@ STAGE = ("data", "z", "x", "y")  # the ranks that have the same layers
 ROWS = ("data", "rows")  # ranks that differ along these see different rows of a batch
 TOKENS = ("data", "z")  # ranks that differ along these see different tokens: other rows, or positions of the same rows
 SAME_SAMPLES = ("pipe", "context", "x", "y")  # ranks that differ along these alone are given the same rows
-# In the order in which all ranks make them; DISPATCH where a model has experts to which tokens travel.
+HEADS = ("context", "x", "y")  # ranks that share the heads of a mixer, where context divides them too
+# In the order in which all ranks make them; DISPATCH where a model has experts to which tokens travel, HEADS where
+# mixers exchange heads for positions.
 GROUPS = (
     *(("data",), ("z",), ("x",), ("y",), ("x", "y"), TOKENS, ("pipe",), STAGE, ("context",), ROWS, SAME_SAMPLES),
     DISPATCH,
+    HEADS,
 )
 
 
@@ -36,9 +39,9 @@ class GridMesh(GridPosition):
     Building it is collective over the world: every rank must call it, with the same grid. On NCCL the world gets the
     device of this rank, if `init_process_group` did not get it (one all-reduce over the world). Groups are made once
     for each axis and for the products that the algorithm uses: ("x", "y"), TOKENS, with pipelines pipe, the ranks of a
-    stage and those that share samples, and with context those of context and of ROWS; that of DISPATCH when a model
-    needs it (`open_group`). A rank makes its own groups and does not name those of others, so that the cost does not
-    grow with the world.
+    stage and those that share samples, and with context those of context and of ROWS; those of DISPATCH and HEADS when
+    a model needs them (`open_group`). A rank makes its own groups and does not name those of others, so that the cost
+    does not grow with the world.
 
     NCCL runs the collectives of a communicator one after the other: the gather of the next weights would wait for the
     reduction of gradients. So there are two communicators over z there, and streams of high priority for all. On gloo,
@@ -67,7 +70,7 @@ class GridMesh(GridPosition):
             bind_world(self.device)
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
         alone = grid.pipe == 1
-        unused = {("pipe",): alone, STAGE: alone, ("context",): grid.context == 1, DISPATCH: True}
+        unused = {("pipe",): alone, STAGE: alone, ("context",): grid.context == 1, DISPATCH: True, HEADS: True}
         for axes in GROUPS:
             if not unused.get(axes):
                 self.open_group(axes)

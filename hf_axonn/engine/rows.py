@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hf_axonn.distributed.collectives import all_gather, all_reduce, exchange_rows, gather_replicated
+from hf_axonn.distributed.collectives import all_gather, all_reduce, all_to_all, exchange_rows, gather_replicated
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.documents import document_ids_from_position_ids, starts_of
 from hf_axonn.engine.dtensors import scale_gradient
@@ -115,6 +115,24 @@ class Rows:
         """[B, L, ...] -> whole rows [B, S, ...], of which each rank of context goes on with its own positions.
         All-gather over context; backward: the reduce-scatter of what each rank has for all positions."""
         return self._in_rows(all_gather(own.contiguous(), self.mesh.group("context")))
+
+    def to_heads(self, blocks: Tensor) -> Tensor:
+        """[context, B, L, F], what each rank of context needs of this one's positions -> whole rows [B, S, F] of what
+        this rank needs. All-to-all over context, both ways."""
+        return self._in_rows(all_to_all(blocks.contiguous(), self.mesh.group("context")))
+
+    def to_positions(self, whole: Tensor) -> Tensor:
+        """[B, S, F] of whole rows, other features on each rank of context -> this rank's positions of the features of
+        all, [B, L, context * F]. All-to-all over context, both ways."""
+        missing = whole.new_zeros(len(whole), self.filled, *whole.shape[2:])
+        filled = torch.cat([whole, missing], dim=1) if self.filled else whole
+        if self.striped:
+            first, second = filled.unflatten(1, (2, self.parts, self.stripe)).unbind(1)
+            blocks = torch.cat([first, second.flip(1)], dim=2)
+        else:
+            blocks = filled.unflatten(1, (self.parts, self.own_length))
+        arrived = all_to_all(blocks.movedim(1, 0).contiguous(), self.mesh.group("context"))
+        return arrived.movedim(0, -2).flatten(-2)
 
     def with_reach(self, own: Tensor, reach: int) -> list[Tensor]:
         """[B, L, ...] -> of each stripe the `reach` positions before it and its own, [B, reach + stripe, ...]; of the

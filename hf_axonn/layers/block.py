@@ -39,12 +39,20 @@ from hf_axonn.engine.activation_layouts import (
 from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.linears import linear_size
 from hf_axonn.engine.matmul3d import Product
+from hf_axonn.engine.rows import Rows
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.layers.base import patch_forward, take_slice
-from hf_axonn.layers.head_exchange import HeadExchange
+from hf_axonn.layers.head_exchange import HeadExchange, RowExchange
 from hf_axonn.topology.heads import Heads
 from hf_axonn.topology.weight_kind import WeightKind
+
+
+EXCHANGES = (
+    "the projections of this mixer exchange positions for heads over context, and an adapter or a copy of one would "
+    "get none of their input: add adapters before the model is parallelized (before it is prepared), then its mixers "
+    "gather whole rows, or use a grid without context."
+)
 
 
 @dataclass
@@ -63,6 +71,8 @@ class BlockPass:
         version: of the input (`changes_of`).
         products: of the input with the weights, not yet reduced over y; None: they are not made yet.
         dtype: of the block's input, where weights of 4 bits ask to be multiplied in another; else None.
+        shown: what the block's code is given in the place of the input, of the shape of whole rows, where its
+            projections exchange positions for heads; else None.
 
     Attributes:
         computed: the input that `outputs` were made of.
@@ -73,6 +83,7 @@ class BlockPass:
     version: int = 0
     products: list[Tensor] | None = None
     dtype: torch.dtype | None = None
+    shown: Tensor | None = None
     computed: Tensor | None = None
     outputs: dict[int, Tensor] = field(default_factory=dict)
 
@@ -92,6 +103,7 @@ class ColumnParallel:
     Attributes:
         passing: the pass that is inside of the block; None outside of it, and for projections that have no `Block`.
         gathers_rows: whether the block works on whole rows where context divides them (`Block.gather_rows`).
+        row_exchanges: of each projection, where the block works on whole rows of some heads (`exchange_rows`).
     """
 
     def __init__(
@@ -118,6 +130,7 @@ class ColumnParallel:
         self.layouts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.grid_mesh) for linear in linears]
         self.passing: BlockPass | None = None
         self.gathers_rows = False
+        self.row_exchanges: list[RowExchange] = []
         for index, linear in enumerate(linears):
             state.add_layer(linear, self)
             patch_forward(linear, functools.partial(self._project, index))
@@ -155,12 +168,28 @@ class ColumnParallel:
         hidden, *products = Product(state, self.weights, self.layouts).run(hidden, over=group, tokens=tokens)
         return BlockPass(hidden, changes_of(hidden), products, dtype)
 
+    def exchange_rows(self, inner: Heads) -> None:
+        """Return whole rows of a part of the heads where context divides rows: `inner`, over (x, y, context).
+        All-to-all over context of what all projections make, both ways."""
+        self.row_exchanges = [
+            RowExchange(exchange, linear_size(linear)[0], parts, inner, self.state.grid_mesh)
+            for exchange, linear, parts in zip(self.exchanges, self.linears, self.segments, strict=True)
+        ]
+
     def install_copy(self, index: int, copy_: nn.Module) -> ColumnParallel:
-        """Install a column layer of its own on a copy of one of the projections, for the same input."""
+        """Install a column layer of its own on a copy of one of the projections, for the same input.
+
+        Raises:
+            ValueError: projections exchange positions for heads.
+        """
+        if self.row_exchanges:
+            raise ValueError(EXCHANGES)
         return type(self)(self.state, [copy_], self.heads, [self.segments[index]])
 
     def _project(self, index: int, _original: Callable, hidden: Tensor) -> Tensor:
         passing = self.passing
+        if passing is not None and passing.shown is not None:
+            hidden = passing.input
         if len(self.linears) == 1 or passing is None:
             return self._compute(hidden)[index]
         if passing.computed is not hidden or index not in passing.outputs:
@@ -189,7 +218,17 @@ class ColumnParallel:
         if self.state.requested_dtype(hidden, self.weights):
             dtype = passing.dtype if passing is not None and passing.dtype is not None else hidden.dtype
             outputs = [output.to(dtype) for output in outputs]
-        return [output if output.dim() == hidden.dim() else output.view(*hidden.shape[:-1], -1) for output in outputs]
+        outputs = [
+            output if output.dim() == hidden.dim() else output.view(*hidden.shape[:-1], -1) for output in outputs
+        ]
+        rows = self.state.context.rows if self.row_exchanges else None
+        return outputs if rows is None else self._to_heads(outputs, rows)
+
+    def _to_heads(self, outputs: list[Tensor], rows: Rows) -> list[Tensor]:
+        """[B, L, features of the heads of this (x, y)] each -> whole rows [B, S, features of a part of them]."""
+        blocks = [exchange.blocks(output) for exchange, output in zip(self.row_exchanges, outputs, strict=True)]
+        whole = rows.to_heads(torch.cat(blocks, dim=-1))
+        return list(whole.split([exchange.size for exchange in self.row_exchanges], dim=-1))
 
     def _place(self, output: Tensor, index: int) -> Tensor:
         """[T, own features], or [B, S, own features] of a projection -> the features that this rank works on."""
@@ -220,6 +259,7 @@ class RowParallel:
 
     Attributes:
         gathers_rows: whether the block works on whole rows where context divides them (`Block.gather_rows`).
+        exchanges_rows: whether it then works on a part of the heads of this (x, y) (`ColumnParallel.exchange_rows`).
     """
 
     bias_axes = ("x", "y")
@@ -233,6 +273,7 @@ class RowParallel:
         self.axes = heads.axes if heads else ("x", "y")
         self.like = like
         self.gathers_rows: bool = False if like is None else like.gathers_rows
+        self.exchanges_rows: bool = False if like is None else like.exchanges_rows
         self._leading: torch.Size | None = None
         state.add_layer(linear, self)
         self.weights = [state.weight_of(linear)]
@@ -252,9 +293,16 @@ class RowParallel:
         self._leading = hidden.shape[:-1]
 
     def take_positions(self, hidden: Tensor) -> Tensor:
-        """The input of the row layer -> this rank's positions of it, if the block has gathered rows."""
-        rows = self.state.context.rows if self.gathers_rows else None
-        return hidden if rows is None else rows.take(hidden)
+        """The input of the row layer -> this rank's positions of it, if the block works on whole rows. All-to-all over
+        context, both ways, where they are rows of a part of the heads."""
+        rows = self.state.context.rows if self.gathers_rows or self.exchanges_rows else None
+        if rows is None:
+            return hidden
+        return rows.to_positions(hidden) if self.exchanges_rows else rows.take(hidden)
+
+    def exchange_rows(self) -> None:
+        """Get whole rows of a part of the heads of this (x, y) where context divides rows."""
+        self.exchanges_rows = True
 
     def install_copy(self, copy_: nn.Module) -> RowParallel:
         """Install a row layer of its own on a copy, which stands at the place of this one in the block."""
@@ -312,9 +360,13 @@ class Block:
         layer, which goes on with this rank's positions. Ranks of context repeat the work between the two."""
         self.column.gathers_rows = self.row.gathers_rows = True
 
-    def projects_input(self, kwargs: dict) -> bool:
-        """Return whether the entry's code projects its input as it is in a call with these arguments."""
-        return True
+    def enter(self, hidden: Tensor, args: tuple, kwargs: dict) -> BlockPass:
+        """Return a pass for the block's input. Collectives: those of ColumnParallel.enter.
+
+        Args:
+            args, kwargs: with which the entry is called; `hidden` is among them.
+        """
+        return self.column.enter(hidden)
 
     def _forward(self, original: Callable, *args, **kwargs):
         if self.column.passing is not None:
@@ -326,11 +378,12 @@ class Block:
             )
         hidden = args[0] if args else kwargs["hidden_states"]
         self.row.enter(hidden)
-        passing = self.column.enter(hidden, early=self.projects_input(kwargs))
+        passing = self.enter(hidden, args, kwargs)
+        shown = passing.input if passing.shown is None else passing.shown
         if args:
-            args = (passing.input, *args[1:])
+            args = (shown, *args[1:])
         else:
-            kwargs["hidden_states"] = passing.input
+            kwargs["hidden_states"] = shown
         del hidden
         self.column.passing = passing
         try:

@@ -79,6 +79,30 @@ class HeadExchange:
         return _pad_and_join(parts, self.padded, dim)
 
 
+class RowExchange:
+    """The way of a projection's output from own positions and the heads of this (x, y) to whole rows and a part of
+    these heads, where context divides rows.
+
+    Args:
+        outer: the features of the heads of this (x, y), without padding.
+        inner: heads as they are divided over (x, y, context).
+    """
+
+    def __init__(self, outer: HeadExchange, size: int, segments: Sequence[str], inner: Heads, mesh: GridMesh) -> None:
+        here = torch.cat(outer.indices).tolist()
+        assert len(here) == outer.size, "features are padded"
+        place_of = {feature: place for place, feature in enumerate(here)}
+        ranks = [mesh.move(("context",), index) for index in range(mesh.size("context"))]
+        parts = (feature_ranges(size, segments, inner, rank) for rank in ranks)
+        needed = [[place_of[each] for part in found for run in part.ranges for each in run] for found in parts]
+        self.size = len(needed[0])
+        self.index = torch.tensor(needed, dtype=torch.long, device=mesh.device).flatten()
+
+    def blocks(self, output: Tensor) -> Tensor:
+        """[B, L, outer features] -> [context, B, L, size], what each rank of context needs. No communication."""
+        return output.index_select(-1, self.index).unflatten(-1, (-1, self.size)).movedim(-2, 0)
+
+
 def take_heads(full: Tensor, dim: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> Tensor:
     """The features of the rank at `place` of a tensor that has all N of them in `dim`; as `HeadExchange.take`."""
     found = feature_ranges(full.shape[dim], segments, heads, place)

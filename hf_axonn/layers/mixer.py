@@ -12,6 +12,7 @@ Legend: h = heads of this rank, of P features each; G = groups of the full norm.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
-from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.distributed.mesh import HEADS, GridMesh
 from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, replaced
-from hf_axonn.layers.block import Block, ColumnParallel, RowParallel
+from hf_axonn.layers.block import Block, BlockPass, ColumnParallel, RowParallel
 from hf_axonn.layers.gathered import GatheredParameters
 from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.layers.norms import FeatureShards, NormKind, normalize
@@ -37,24 +38,62 @@ class MixerBlock(Block):
     """The way in to a mixer, whose forward runs as in evaluation: in training Transformers' Mamba would hand full
     weights to a fused kernel that projects, scans and projects again.
 
+    Where context divides rows, positions may be exchanged for heads (`inner`): projections multiply this rank's
+    positions, and the code in between runs on whole rows of a part of the heads. It is given an input of their shape
+    that has no values, so that what it does to its input, to mask it, is done here.
+
     Args:
         direct: whether the code projects its input as it is, where no mask is given.
+        masks: whether it multiplies it by its mask before, where one is given.
+        inner: the division of its heads or channels over (x, y, context); None without an exchange.
     Collectives: those of ColumnParallel.enter.
     """
 
     def __init__(
-        self, state: ParallelState, entry: nn.Module, column: ColumnParallel, row: RowParallel, *, direct: bool
+        self,
+        state: ParallelState,
+        entry: nn.Module,
+        column: ColumnParallel,
+        row: RowParallel,
+        *,
+        direct: bool,
+        masks: bool | None = None,
+        inner: Heads | None = None,
     ) -> None:
         self.mixer = entry
-        self.direct = direct
+        self.direct, self.masks, self.exchanges = direct, masks, inner is not None
+        self._names = list(inspect.signature(entry.forward).parameters)
+        if inner is not None:
+            column.exchange_rows(inner)
+            row.exchange_rows()
         super().__init__(state, entry, column, row)
 
     def _forward(self, original: Callable, *args, **kwargs):
         with replaced(vars(self.mixer), {"training": False}):
             return super()._forward(original, *args, **kwargs)
 
-    def projects_input(self, kwargs: dict) -> bool:
-        return self.direct and kwargs.get("attention_mask") is None
+    def enter(self, hidden: Tensor, args: tuple, kwargs: dict) -> BlockPass:
+        """Return a pass for the mixer's input.
+
+        Raises:
+            ValueError: positions are exchanged for heads, and the mask that is given has not a number a position.
+        """
+        mask = (dict(zip(self._names, args, strict=False)) | kwargs).get("attention_mask")
+        rows = self.state.context.rows if self.exchanges else None
+        if rows is None:
+            return self.column.enter(hidden, early=self.direct and mask is None)
+        masks = self.masks and mask is not None
+        passing = self.column.enter(hidden, early=not masks)
+        if masks:
+            if mask.shape[1:] != (rows.length,):
+                raise ValueError(
+                    f"{type(self.mixer).__name__} got an attention mask {list(mask.shape)}, but over context it takes "
+                    f"one number for each of the {rows.length} positions of a row, or none."
+                )
+            given = passing.input
+            passing.input = (given * rows.take(mask)[:, :, None]).to(given.dtype)
+        passing.shown = passing.input.new_zeros(()).expand(rows.batch, rows.length, passing.input.shape[-1])
+        return passing
 
 
 @dataclass(frozen=True)
@@ -119,36 +158,42 @@ class ChannelSum(GatheredParameters):
     """A Linear of all channels inside of a mixer, of whose weight a rank uses the columns of its own channels. Global
     [B, S, I] -> [B, S, N], local [B, S, I/(x*y)] -> [B, S, N], the same on all ranks of (x, y).
 
-    Collectives: those of GatheredParameters, and an all-reduce over (x, y), forward and backward: every rank goes on
-    with all of the output, for its own channels.
+    Collectives: those of GatheredParameters, and an all-reduce over (x, y), or HEADS, forward and backward: every rank
+    goes on with all of the output, for its own channels.
+
+    Args:
+        exchanges: whether context divides the channels too, and each rank has whole rows of its own.
 
     Attributes:
-        gathers_rows: whether context divides rows, which mixers gather.
+        gathers_rows: whether context divides rows, which the mixer gathers.
     """
 
-    def __init__(self, state: ParallelState, module: nn.Module, **arguments: Any) -> None:
+    def __init__(self, state: ParallelState, module: nn.Module, *, exchanges: bool = False, **arguments: Any) -> None:
         super().__init__(state, module, **arguments)
-        self.gathers_rows = state.grid.context > 1
+        self.gathers_rows = state.grid.context > 1 and not exchanges
+        self.over = HEADS if exchanges else ("x", "y")
 
     def _forward(self, original: Callable, *args, **kwargs) -> Tensor:
         return self.add_up(super()._forward(original, *args, **kwargs))
 
     def add_up(self, share: Tensor) -> Tensor:
         """The sum over ranks of what each has made of its own channels."""
-        group = self.state.grid_mesh.group("x", "y")
+        group = self.state.grid_mesh.group(*self.over)
         return all_reduce_backward(all_reduce(share, group), group)
 
 
 class GatedNorm:
     """A `GatedNormKind` over the features of all heads. Global [B, S, I], local [B, S, h * P].
 
-    Its weight is replicated, and each rank has the gradient of its own heads.
+    Its weight is replicated, and each rank has the gradient of its own heads: shares of a sum, over context as of
+    everything that is computed of own positions.
     Collectives: where a group lies on several ranks, an all-reduce over the axes of the heads of G numbers a token,
     forward and backward.
     """
 
     def __init__(self, state: ParallelState, module: nn.Module, kind: GatedNormKind, heads: Heads) -> None:
-        self.state, self.module, self.kind, self.axes = state, module, kind, heads.axes
+        self.state, self.module, self.kind = state, module, kind
+        self.axes = tuple(axis for axis in heads.axes if axis != "context")
         mesh = state.grid_mesh
         (size,) = module.get_parameter("weight").shape
         self.exchange = HeadExchange(size, ("query",), heads, mesh)
@@ -171,4 +216,5 @@ def group_shards(size: int, kind: GatedNormKind, heads: Heads, mesh: GridMesh) -
         return GroupShards(
             (width,), groups=tuple(each - groups[0] for each in groups), total=groups[-1] - groups[0] + 1
         )
-    return GroupShards((width,), group=mesh.group(*heads.axes), groups=tuple(groups), total=size // kind.width)
+    over = HEADS if "context" in heads.axes else heads.axes
+    return GroupShards((width,), group=mesh.group(*over), groups=tuple(groups), total=size // kind.width)

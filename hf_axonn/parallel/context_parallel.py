@@ -3,6 +3,7 @@
     arguments   [B, S, ...] -> [B, L, ...]: ids or embeddings, positions (made where none are given), what else has a
                 value a token. Labels stay whole: the loss takes them (losses/vocab_parallel.py)
     masks       described for the whole rows, by the model's own functions, and made where attention needs them
+    mixers      on whole rows with a part of the heads or channels (layers/mixer.py), or on gathered rows
     attention   on whole rows with a part of the heads, or own queries on gathered keys (layers/context_attention.py)
     output      logits and hidden states are gathered: [B, S, ...], alike on all ranks of context
 
@@ -14,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,11 +43,12 @@ from hf_axonn.layers.context_attention import ContextAttention
 from hf_axonn.losses.router_aux import RouterLogits
 from hf_axonn.parallel.sharded_model import ShardedModel
 from hf_axonn.topology.grid import Grid
-from hf_axonn.topology.heads import Heads, latents_travel
+from hf_axonn.topology.heads import Heads, divide_with_context, latents_travel
 
 
 WHOLE = ("labels", "shift_labels")  # arguments that the loss takes its positions of
-POSITIONS = ("position_ids", "position_embeddings")  # arguments of attention that tell it where its tokens stand
+# Arguments of attention and mixers that tell where tokens stand, and which documents they are of.
+POSITIONS = ("position_ids", "position_embeddings", "seq_idx")
 CUSTOM_MASKS = ("or_mask_function", "and_mask_function", "block_sequence_ids", "encoder_hidden_states")
 
 
@@ -57,17 +59,24 @@ class RowsChoice:
     Attributes:
         keys: whether k and v are gathered; else heads are divided (layers/context_attention.py).
         latents: names of the attentions of which what k and v are made of is gathered (layers/latent_attention.py).
+        exchanging: mixers that exchange positions for heads or channels, by the names of their entries, with the
+            division of these over (x, y, context); the others gather whole rows.
         reason: a line for the report; empty without context.
     """
 
     keys: bool = False
     latents: frozenset[str] = frozenset()
+    exchanging: Mapping[str, Heads] = field(default_factory=dict)
     reason: str = ""
 
 
-def choose_rows(model: nn.Module, plan: ShardingPlan, config: AxonnConfig) -> RowsChoice:
-    """Decide how attention sees the rows that context divides. No communication; the model is unchanged.
+def choose_rows(
+    model: nn.Module, plan: ShardingPlan, config: AxonnConfig, adapted: Collection[nn.Module] = ()
+) -> RowsChoice:
+    """Decide how attention and mixers see the rows that context divides. No communication; the model is unchanged.
 
+    Args:
+        adapted: modules that have adapters, which may get no input where positions are exchanged for heads.
     Raises:
         ValueError: it is not known that the model's rows can be divided (`why_rows_stay_whole`), or heads are
             requested that context does not divide.
@@ -82,7 +91,8 @@ def choose_rows(model: nn.Module, plan: ShardingPlan, config: AxonnConfig) -> Ro
         )
     gathering = gathering_attentions(model, plan)
     full = {name: model.get_submodule(name) for name in plan.full_sequence}
-    along = [block.entry for block in plan.blocks if block.mixer]
+    exchanging = _exchanging_mixers(model, plan, grid, adapted)
+    along = [block.entry for block in plan.blocks if block.mixer and block.entry not in exchanging]
     along += [name for name, module in full.items() if runs_along_row(module)]
     exchanged = [name for name, module in full.items() if not why_heads_stay(module)]
     undivided = _undivided_heads(model, plan, grid, gathering, exchanged)
@@ -99,11 +109,31 @@ def choose_rows(model: nn.Module, plan: ShardingPlan, config: AxonnConfig) -> Ro
         how = f"gather keys and values ({undivided or 'as configured'}){made}"
     attentions = sum(1 for block in plan.blocks if block.is_attention) + len(exchanged) - len(gathering)
     parts = [f"{attentions} attentions {how}"] if attentions else []
+    if exchanging:
+        parts.append(f"{len(exchanging)} mixers exchange heads or channels for positions")
     if gathering:
         parts.append(f"{len(gathering)} attentions gather whole rows ({gathering[0]} ...)")
     if along:
         parts.append(f"{len(along)} modules run on whole rows ({along[0]} ...)")
-    return RowsChoice(keys, latents, f"positions of rows over {grid.context} ranks of context: {', '.join(parts)}")
+    reason = f"positions of rows over {grid.context} ranks of context: {', '.join(parts)}"
+    return RowsChoice(keys, latents, exchanging, reason)
+
+
+def _exchanging_mixers(
+    model: nn.Module, plan: ShardingPlan, grid: Grid, adapted: Collection[nn.Module]
+) -> dict[str, Heads]:
+    """Return the mixers that exchange positions for heads or channels: whose code does no more with its input than to
+    mask and to project it, without adapters there, and whose heads (x, y, context) divides."""
+    here, found = grid.place(0), {}
+    for block in plan.blocks:
+        if block.mixer is None or not block.mixer.direct or block.mixer.masks is None:
+            continue
+        if any(model.get_submodule(name) in adapted for name in block.columns):
+            continue
+        channels = linear_size(model.get_submodule(block.row))[1]
+        if heads := divide_with_context(block.query, block.kv, channels, here):
+            found[block.entry] = heads
+    return found
 
 
 def _undivided_heads(
@@ -161,7 +191,8 @@ def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan, c
         if not why_heads_stay(module := model.get_submodule(name)):
             route_attention(module, route)
         elif module in state.blocks:
-            state.blocks[module].gather_rows()
+            if name not in choice.exchanging:
+                state.blocks[module].gather_rows()
             arguments = list(inspect.signature(module.forward).parameters)
             patch_innermost(module, functools.partial(_with_whole_positions, state, arguments))
         elif runs_along_row(module):
@@ -204,6 +235,8 @@ def _forward(
     alibi = any(make is _make_alibi for *_, make in makers)
     if rows.attention_mask is None and (rows.filled or alibi):  # for what else reads it: routers' auxiliary loss, too
         own["attention_mask"] = rows.take(torch.ones_like(rows.position_ids).expand(rows.batch, -1))
+    if "attention_mask" in names and not makers:  # its mixers get the mask itself, and work on whole rows
+        own["attention_mask"] = rows.attention_mask
     with state.context.with_rows(rows), _made_of(rows, makers):
         output = original(**own)
     stage = state.context.stage

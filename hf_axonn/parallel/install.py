@@ -10,7 +10,7 @@ import functools
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -78,14 +78,22 @@ def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: Shar
 
 
 def install_layers(
-    model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind], state: ShardedModel, layout: LayoutChoice
+    model: nn.Module,
+    plan: ShardingPlan,
+    kinds: dict[int, WeightKind],
+    state: ShardedModel,
+    layout: LayoutChoice,
+    exchanging: Mapping[str, Heads],
 ) -> None:
     """Replace the forward of every module that has parameters, and write the report. No communication.
 
     Later steps wrap what earlier ones have installed: dropout and norms need the blocks around them, the decoder and
     the loss need all layers.
+
+    Args:
+        exchanging: as of `RowsChoice`.
     """
-    state.take_plan(model, plan)
+    state.take_plan(model, plan, exchanging)
     _install_vocabulary(model, plan, state)
     for block in plan.all_blocks:
         _install_block(model, block, state)
@@ -159,14 +167,22 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> N
         for name, size in block.shared.items() if heads and row.axes else ():
             state.install(model.get_submodule(name), shared_hook(state, row, getattr(entry, size) if size else 0))
     else:
-        way_in = functools.partial(MixerBlock, direct=block.mixer.direct) if block.mixer else Block
-        state.add_block(entry, way_in(state, entry, columns[0], row))
-    if heads is not None:
-        _install_heads(state, entry, heads, block)
+        state.add_block(entry, _way_in(state, entry, columns[0], row, block))
+    if (within := state.heads_within(block)) is not None:
+        _install_heads(state, entry, within, block)
     reason = heads.why(state.grid_mesh) if heads else ""
     for name, linear in zip(block.columns, linears, strict=True):
         _note(state, name, linear, WeightKind.COLUMN, reason)
     _note(state, block.row, last, WeightKind.ROW, reason)
+
+
+def _way_in(
+    state: ShardedModel, entry: nn.Module, column: ColumnParallel, row: RowParallel, block: BlockPlan
+) -> Block:
+    if block.mixer is None:
+        return Block(state, entry, column, row)
+    inner = state.heads_within(block) if state.exchanges(block) else None
+    return MixerBlock(state, entry, column, row, direct=block.mixer.direct, masks=block.mixer.masks, inner=inner)
 
 
 def _install_heads(state: ShardedModel, attention: nn.Module, heads: Heads, block: BlockPlan) -> None:
@@ -201,7 +217,7 @@ def _install_heads(state: ShardedModel, attention: nn.Module, heads: Heads, bloc
 def _install_dropout(model: nn.Module, plan: ShardingPlan, state: ShardedModel) -> None:
     # Ranks of context repeat these.
     whole = [name for name in plan.full_sequence if runs_along_row(model.get_submodule(name))]
-    whole += [block.entry for block in plan.blocks if block.mixer]
+    whole += [block.entry for block in plan.blocks if block.mixer and not state.exchanges(block)]
     for name, module in model.named_modules():
         attributes = dropout_names(module)
         if attributes:
@@ -242,12 +258,15 @@ def _install_gathered(
     model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind], own: OwnParts, state: ShardedModel
 ) -> None:
     """Install modules with large parameters of which nothing is known, or of which ranks use parts."""
-    sums = {f"{block.entry}.{path}" for block in plan.blocks if block.mixer for path in block.mixer.sums}
+    sums = {f"{block.entry}.{path}": block for block in plan.blocks if block.mixer for path in block.mixer.sums}
     for name, module in _remaining(model, state):
         parameters = module._parameters.items()
         names = [child for child, parameter in parameters if kinds.get(id(parameter)) == WeightKind.GATHERED]
         if names:
-            layer = functools.partial(ChannelSum if name in sums else GatheredParameters, state, own=own.get(module))
+            layer: Callable = GatheredParameters
+            if name in sums:
+                layer = functools.partial(ChannelSum, exchanges=state.exchanges(sums[name]))
+            layer = functools.partial(layer, state, own=own.get(module))
             state.install(module, functools.partial(layer, partial_axes=state.axes(name), names=names))
             _note(state, name, module, WeightKind.GATHERED)
 
@@ -263,7 +282,7 @@ def _install_replicated(model: nn.Module, own: OwnParts, state: ShardedModel) ->
 def _own_parts(model: nn.Module, block: BlockPlan, state: ShardedModel) -> OwnParts:
     """Return what takes this rank's part of parameters and buffers in a block, by their modules and names. Those of
     attention itself have a row for each query head."""
-    heads, entry = state.heads_of(block), model.get_submodule(block.entry)
+    heads, entry = state.heads_within(block), model.get_submodule(block.entry)
     parts: OwnParts = {}
     if block.mixer is not None:
         for path, (dim, segments) in block.mixer.parameters.items():
@@ -303,10 +322,10 @@ def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, s
     for module, kind in layout.norms.items():
         state.install(module, functools.partial(FeatureNorm, state, kind=kind))
     for block in plan.all_blocks:
-        heads = state.heads_of(block)
-        if block.mixer is not None and block.mixer.gate is not None and heads is not None:
+        heads, within = state.heads_of(block), state.heads_within(block)
+        if block.mixer is not None and block.mixer.gate is not None and within is not None:
             norm = model.get_submodule(f"{block.entry}.{block.mixer.norm}")
-            state.install(norm, functools.partial(GatedNorm, state, kind=block.mixer.gate, heads=heads))
+            state.install(norm, functools.partial(GatedNorm, state, kind=block.mixer.gate, heads=within))
         for name, (kind, projection) in block.inner_norms.items():
             linear = model.get_submodule(projection)
             layer = state.sharded_layers[linear]

@@ -28,13 +28,13 @@ from hf_axonn.checkpoint.full_state import install_save_pretrained
 from hf_axonn.compat.async_save import refuse_saves_by_threads_on_default_group
 from hf_axonn.compat.dtensor_numbers import meet_plain_tensors, total_norm_by
 from hf_axonn.compat.messages import get_logger
-from hf_axonn.compat.peft import without_peft
+from hf_axonn.compat.peft import without_peft, wrapped_modules
 from hf_axonn.compat.torch import backend_of, default_device_type, quiet_redistribution, read_whole_values
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import broadcast_all, world_rank
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, model_facts, versions
-from hf_axonn.distributed.mesh import grid_mesh
+from hf_axonn.distributed.mesh import HEADS, grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.engine.dtensors import take_shards, whole_number
 from hf_axonn.engine.loss_scaling import check_gradients_together
@@ -163,8 +163,9 @@ def _plan(model: nn.Module, config: AxonnConfig) -> _Decisions:
             "hf-axonn certify --config FILE --model DIR with this launch file."
         )
     check_plan(model, plan)
+    adapted = {inner for _, _, inner in wrapped_modules(model)}
     with without_wrappers(model):
-        rows = choose_rows(model, plan, config)
+        rows = choose_rows(model, plan, config, adapted)
     if config.residual_dtype != "model" and plan.decoder is None:
         raise ValueError(
             f"residual_dtype is {config.residual_dtype}, but {type(model).__name__} is sharded Linear by Linear, and "
@@ -185,6 +186,8 @@ def _apply(model: nn.Module, decided: _Decisions, config: AxonnConfig, device_ty
     plan, layout, experts, rows = decided
     if experts.moves:
         mesh.open_group(DISPATCH)
+    if rows.exchanging:
+        mesh.open_group(HEADS)
     second_scales = pack_four_bit(model)
     broadcast_all([*model.parameters(), *model.buffers(), *second_scales])
     before = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
@@ -233,7 +236,7 @@ def _shard(model: nn.Module, decided: _Decisions, state: ShardedModel) -> None:
         layout = layout.restrict_to(model)
         kinds = {id(each): kinds[id(each)] for each in model.parameters() if id(each) in kinds}
     shard_parameters(model, kinds, state)
-    install_layers(model, plan, kinds, state, layout)
+    install_layers(model, plan, kinds, state, layout, rows.exchanging)
     if state.grid.context > 1:
         install_context(state, model, plan, rows)
     install_documents(model, state.grid)

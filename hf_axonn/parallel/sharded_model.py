@@ -67,11 +67,17 @@ class ShardedModel(ParallelState):
         self.pipeline: Pipeline | None = None
         self.check_batch = BatchCheck(mesh, model)
         self._work_axes: dict[str, tuple[str, ...]] = {}
+        self._exchanging: Mapping[str, Heads] = {}
         self._installers: dict[nn.Module, list[Callable[[nn.Module], object]] | None] = {}
         self._adapted: WeakSet[nn.Module] = WeakSet()
 
-    def take_plan(self, model: nn.Module, plan: ShardingPlan) -> None:
-        """Note the decoder layers of a plan, and on which axes ranks do different work inside of which modules."""
+    def take_plan(self, model: nn.Module, plan: ShardingPlan, exchanging: Mapping[str, Heads]) -> None:
+        """Note the decoder layers of a plan, and on which axes ranks do different work inside of which modules.
+
+        Args:
+            exchanging: entries of mixers that exchange positions for heads, with the division over (x, y, context).
+        """
+        self._exchanging = exchanging
         self.layers = [model.get_submodule(name) for name in plan.layers]
         self.full_sequence = set(plan.full_sequence)
         axes: dict[str, tuple[str, ...]] = {name: ("x", "y") for name in (*plan.layers, *(plan.final or ()))}
@@ -88,6 +94,15 @@ class ShardedModel(ParallelState):
     def heads_of(self, block: BlockPlan) -> Heads | None:
         """Return how the heads of attention or of a mixer are divided; None where there are none."""
         return Heads.divide(block.query, block.kv, self.grid_mesh) if block.query else None
+
+    def heads_within(self, block: BlockPlan) -> Heads | None:
+        """Return how heads are divided where the block's own code runs: over context too where positions are exchanged
+        for heads, or channels."""
+        return self._exchanging.get(block.entry) or self.heads_of(block)
+
+    def exchanges(self, block: BlockPlan) -> bool:
+        """Return whether a mixer exchanges positions for heads."""
+        return block.entry in self._exchanging
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Return on which of (x, y) ranks do different work inside of the module of this name: the axes of the

@@ -188,10 +188,15 @@ class GridPosition:
         self._sizes: dict[tuple[str, ...], int] = {}
 
     def move(self, axes: tuple[str, ...], index: int) -> GridPosition:
-        """Return the position whose index along `axes` of AXES together is `index`; the other coordinates stay."""
+        """Return the position whose index along `axes` together is `index`; the other coordinates stay. `axes` are of
+        AXES, or context in the place of z."""
         coordinates = dict(self.coordinates)
         for axis in reversed(axes):
-            index, coordinates[axis] = divmod(index, getattr(self.grid, axis))
+            index, own = divmod(index, getattr(self.grid, axis))
+            if axis == "context":
+                coordinates["z"] += own - self.index("context")
+            else:
+                coordinates[axis] = own
         return GridPosition(self.grid, coordinates)
 
     def size(self, *axes: str) -> int:

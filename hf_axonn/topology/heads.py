@@ -89,6 +89,21 @@ class Heads:
         return f"{self.query} heads are not divisible by x = {place.size('x')}: attention on all heads on every rank"
 
 
+def divide_with_context(query: int, kv: int, channels: int, place: GridPosition) -> Heads | None:
+    """Return the division of heads over (x, y, context): each rank of context has a part of the heads of its (x, y).
+
+    Args:
+        query, kv: numbers of heads; 0 where `channels` belong to none, and are divided each by itself.
+    Returns:
+        None where they do not divide so.
+    """
+    axes = ("x", "y", "context")
+    number, ranks = query or channels, place.size(*axes)
+    if number % ranks:
+        return None
+    return Heads(number, kv or number, axes, replicate_kv=(kv or number) % ranks != 0)
+
+
 def latents_travel(latent: int, own: int, heads: Heads, place: GridPosition) -> bool:
     """Return whether ranks that need keys and values of each other's positions gather what these are made of.
 

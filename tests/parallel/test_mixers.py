@@ -1,4 +1,5 @@
-"""Mixers over (x, y): by heads or channels, equal to one process, with a quarter of its work and activations on x=4.
+"""Mixers over (x, y) and context: by heads or channels, equal to one process, with a quarter of its work and
+activations on four ranks.
 
 Loss and gradients of every type with mixers on every kind of grid are compared by the survey, what is saved, exported
 and adapted by tests/architectures/test_kinds_in_use.py, tokens by tests/parallel/test_generate_planned.py.
@@ -12,6 +13,7 @@ import sys
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeShortConv
@@ -23,7 +25,7 @@ from tests.benchmarks.architectures.survey import in_float64
 from tests.benchmarks.architectures.tiny_configs import tiny_config, tiny_model
 from tests.helpers.equality import Case, compare, too_large
 from tests.helpers.models import tiny_batch
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import refused, run_ranks
 
 
 # One of each kind. On x=4 a group of Mamba 2's norm lies on two ranks, and two ranks read the same B, C, q and k.
@@ -69,12 +71,18 @@ def _unfused(cases, grids):
 
 
 def test_three_steps_of_two_kinds():
-    assert not errors(("nemotron_h", "mamba"), [Grid(x=4)])
+    assert not errors(("nemotron_h", "mamba"), [Grid(x=4), Grid(z=2, x=2, context=2)])
+
+
+ROWS_OF_TWO = [Grid(z=2, context=2)]
+ROWS_OF_FOUR = [Grid(z=4, context=4), Grid(z=4, context=2), Grid(z=2, x=2, context=2), Grid(z=2, y=2, context=2)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "grids", [[Grid(x=2), Grid(y=2)], [Grid(x=4), Grid(y=4), Grid(z=2, x=2)]], ids=["two", "four"]
+    "grids",
+    [[Grid(x=2), Grid(y=2)], [Grid(x=4), Grid(y=4), Grid(z=2, x=2)], ROWS_OF_TWO, ROWS_OF_FOUR],
+    ids=["two", "four", "rows of two", "rows of four"],
 )
 def test_three_steps_of_every_kind(grids):
     assert not errors((*KINDS, *OTHERS), grids)
@@ -121,13 +129,65 @@ def work(kind, grid):
     return flops, (kept[1] - kept[0]) / 64
 
 
-@pytest.mark.parametrize("kind", ["nemotron_h", pytest.param("qwen3_next", marks=pytest.mark.slow)])
-def test_work_and_activations_of_a_rank_fall_as_one_over_x(kind):
+@pytest.mark.parametrize(
+    ("kind", "grid"),
+    [
+        ("nemotron_h", Grid(x=4)),
+        pytest.param("qwen3_next", Grid(x=4), marks=pytest.mark.slow),
+        pytest.param("nemotron_h", Grid(z=2, x=2, context=2), marks=pytest.mark.slow),
+        pytest.param("qwen3_next", Grid(z=4, context=4), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_work_and_activations_of_a_rank_fall_as_one_over_x_and_context(kind, grid):
     assert not plan_for(of_heads(kind, 64)).full_sequence
     ((whole, kept),) = run_ranks(work, 1, kind, Grid())
-    for flops, bytes_ in run_ranks(work, 4, kind, Grid(x=4)):
+    for flops, bytes_ in run_ranks(work, 4, kind, grid):
         assert flops == pytest.approx(whole / 4, rel=0.1)
         assert bytes_ == pytest.approx(kept / 4, rel=0.1)
+
+
+def adapted(kind):
+    model = tiny_model(kind)
+    columns = plan_for(model).blocks[0].columns
+    return get_peft_model(model, LoraConfig(r=3, target_modules=[*columns], init_lora_weights=False))
+
+
+def _exchanges():
+    """The reports of a mixer, of one that has adapters, of one whose heads do not divide; and a refusal."""
+    grid = Grid(z=2, context=2)
+    model, report = parallelize(tiny_model("nemotron_h"), grid)
+    linear = plan_for(tiny_model("nemotron_h")).blocks[0].columns[0]
+    late = refused(get_peft_model, model, LoraConfig(r=3, target_modules=[linear]))
+    odd = tiny_config("nemotron_h")
+    odd.mamba_num_heads, odd.n_groups, odd.mamba_head_dim = 3, 3, 16
+    others = (adapted("nemotron_h"), AutoModelForCausalLM.from_config(odd, experts_implementation="eager"))
+    return [str(report), *(str(parallelize(other, grid)[1]) for other in others)], late
+
+
+@pytest.mark.slow
+def test_mixers_gather_rows_where_heads_do_not_divide_or_have_adapters():
+    for (plain, with_adapters, three_heads), late in run_ranks(_exchanges, 2):
+        assert "1 mixers exchange heads or channels for positions" in plain and "run on whole rows" not in plain
+        for text in (with_adapters, three_heads):
+            assert "1 modules run on whole rows (model.layers.0.mixer ...)" in text and "channels for" not in text
+        assert "exchange positions for heads over context" in late and "add adapters before" in late
+
+
+class PlantedMask(Lfm2MoeShortConv):
+    """A short convolution that does more with its mask than to multiply by it."""
+
+    def forward(self, hidden_states, past_key_values=None, attention_mask=None, **kwargs):
+        if attention_mask is not None:
+            hidden_states = hidden_states.masked_fill(~attention_mask.bool()[:, :, None], 0.5)
+        return super().forward(hidden_states, past_key_values, None, **kwargs)
+
+
+def test_a_trial_finds_what_a_mixer_does_with_its_mask():
+    conv = tiny_model("lfm2_moe").model.layers[0].conv
+    assert divide_mixer(conv).masks is True
+    conv.__class__ = PlantedMask
+    assert divide_mixer(conv).direct and divide_mixer(conv).masks is None
 
 
 def test_heads_that_do_not_divide_are_repeated_and_reported():

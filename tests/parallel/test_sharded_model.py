@@ -21,7 +21,7 @@ def test_a_plan_says_where_ranks_do_different_work(grid, heads):
     model = tiny_model("llama")
     state = sharded(model, grid)
     assert state.axes("model.layers.0.self_attn") == ()  # there is no plan yet
-    state.take_plan(model, plan_for(model))
+    state.take_plan(model, plan_for(model), {})
     assert state.layers == list(model.model.layers) and state.full_sequence == set()
     assert set(state.attention_axes) >= set(heads)
     for name, axes in (

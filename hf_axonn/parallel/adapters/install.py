@@ -26,6 +26,7 @@ from hf_axonn.distributed.mesh import ROWS, STAGE, TOKENS
 from hf_axonn.engine.dtensors import distribute_parameter, shard_placements
 from hf_axonn.engine.report import Entry
 from hf_axonn.layers.base import Reader, Replicated, patch_forward
+from hf_axonn.layers.block import EXCHANGES
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.moe import Experts
 from hf_axonn.layers.vocabulary import Head
@@ -89,6 +90,8 @@ def _around(state: ShardedModel, names: dict, wrapper: nn.Module, base: nn.Modul
     """Install what a wrapper needs once, whatever the adapters in it."""
     if base in state.blocks:
         state.blocks[base].around(wrapper)
+    if getattr(state.sharded_layers.get(base), "row_exchanges", None):
+        raise ValueError(f"{names[wrapper]}: {EXCHANGES}")
     child = next((child for child, module in wrapper._modules.items() if module is base), None)
     for reading in state.readings:
         if base in reading.read and child is not None:
