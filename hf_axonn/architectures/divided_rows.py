@@ -63,7 +63,7 @@ def why_rows_stay_whole(model: nn.Module, plan: ShardingPlan) -> str:
     for block in plan.blocks:
         attention = model.get_submodule(block.entry)
         if block.is_attention and block.latent and (reason := why_heads_stay(attention)):
-            return f"{block.entry}, a {type(attention).__name__} that makes latents, {reason}"
+            return f"its attention makes latents and {reason} ({block.entry}, a {type(attention).__name__})"
     return ""
 
 
