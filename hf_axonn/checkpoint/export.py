@@ -69,6 +69,11 @@ def _find_tensors(directory: Path) -> tuple[dict[str, SavedTensor], Callable[[st
     folder = None if is_sharded_checkpoint(directory) else find_torch_folder(directory)
     if folder is not None:
         pieces, _ = read_torch_folder(folder, MODEL)
+        if adapted := [name for name in pieces if name.startswith("base_model.")]:
+            raise ValueError(
+                f"{folder} holds adapters ({adapted[0]} ...), not a whole model: resume from {directory} on a grid "
+                "(resume_from_checkpoint, accelerator.load_state), and save there."
+            )
         tensors = {name: SavedTensor(each.shape, each.get_dtype(), (None,) * 3) for name, each in pieces.items()}
         return tensors, lambda name: pieces[name][...], [path.name for path in directory.iterdir() if path.is_file()]
     recover(directory)

@@ -21,6 +21,7 @@ from hf_axonn import Grid, export_hf, parallelize
 from hf_axonn.checkpoint.single_process import load_plain_optimizer, load_plain_weights
 from hf_axonn.checkpoint.torch_folders import MODEL, read_torch_folder
 from tests.benchmarks.peers.contenders import fully_sharded
+from tests.helpers.adapting import adapted_model
 from tests.helpers.equality import full
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -29,6 +30,12 @@ from tests.helpers.ranks import run_ranks
 make = functools.partial(tiny_model, "llama", dtype=torch.float32)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 WHOLE = StateDictOptions(flatten_optimizer_state_dict=True, full_state_dict=True, cpu_offload=True)
+
+
+def make_adapted(**options):
+    """A whole module is trained beside the adapters."""
+    sizes = {"dtype": torch.float32, "seed": 3}
+    return adapted_model("llama", sizes, **{"modules_to_save": ["lm_head"], **options})
 
 
 def adamw(model) -> torch.optim.AdamW:
@@ -70,6 +77,47 @@ def write_as_others(folder: Path) -> None:
     save_optimizer_distributed(model, optimizer, folder / "tp" / "optimizer")
     keep_truth(model, optimizer, folder / "tp.pt")
 
+    adapted = make_adapted().train()
+    fully_sharded(adapted.get_base_model())
+    optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-2)
+    train(adapted, optimizer)
+    for name, alone in (("adapters", True), ("beside", False)):  # Trainer's form, and that of `save_state`
+        save_fsdp_model(plugin, accelerator, adapted, folder / name, adapter_only=alone)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, adapted, folder / name)
+    keep_truth(adapted, optimizer, folder / "adapted.pt")
+
+
+def resume_adapters(folder: Path) -> None:
+    truth = torch.load(folder / "adapted.pt")
+    for grid in (Grid(x=2), Grid(z=2)):
+        for source in ("adapters", "beside"):
+            model = make_adapted().train()
+            for each in model.parameters():
+                if each.requires_grad:
+                    torch.nn.init.constant_(each, 7.0)
+            parallelize(model, grid)
+            optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=7.0)
+            load_plain_weights(model, folder / source)
+            load_plain_optimizer(model, optimizer, folder / source)
+            trained = 0
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    trained += 1
+                    assert torch.equal(full(parameter), truth["model"][name]), (source, name)
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        known = truth["optimizer"][f"state.{name}.{key}"]
+                        assert torch.equal(full(optimizer.state[parameter][key]), known), (source, name, key)
+            assert trained > 3 and optimizer.param_groups[0]["lr"] == 1e-2
+    other = parallelize(make_adapted(r=5), Grid(x=2))[0]
+    for source in ("adapters", "beside"):
+        with pytest.raises(ValueError, match=r"with the shape .*: adapters of another rank"):
+            load_plain_weights(other, folder / source)
+    fewer = parallelize(make_adapted(modules_to_save=None), Grid(x=2))[0]
+    with pytest.raises(ValueError, match="holds other adapters than the model has"):
+        load_plain_weights(fewer, folder / "adapters")
+    with pytest.raises(ValueError, match=r"holds base_model\..*lm_head.* that the model does not have"):
+        load_plain_weights(fewer, folder / "beside")
+
 
 def resume(folder: Path) -> None:
     for grid in (Grid(x=2), Grid(z=2)):
@@ -101,6 +149,10 @@ def test_a_grid_resumes_from_what_others_wrote(tmp_path):
     (tmp_path / "zero" / "global_step10").mkdir(parents=True)
     run_ranks(write_as_others, 2, tmp_path)
     run_ranks(resume, 2, tmp_path)
+    run_ranks(resume_adapters, 2, tmp_path)
+    for source in ("adapters", "beside"):
+        with pytest.raises(ValueError, match=r"holds adapters \(base_model.* not a whole model"):
+            export_hf(tmp_path / source, tmp_path / "nothing")
     export_hf(tmp_path / "fsdp2", tmp_path / "plain")
     make().config.save_pretrained(tmp_path / "plain")
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
