@@ -56,7 +56,15 @@ def note_overrides(optimizer: Any) -> None:
         optimizer.check_overrides()
     if manager.pid2config:
         manager.register_parameters(optimizer.param_groups)
-    if any(settings.get("max_unorm") for settings in manager.index2config.values()):
+
+
+def refuse_norms(optimizer: Any) -> None:
+    """Refuse a step that is scaled by the norms of single parameters.
+
+    Raises:
+        ValueError: a setting of a single parameter asks for it.
+    """
+    if any(settings.get("max_unorm") for settings in optimizer.mng.index2config.values()):
         raise ValueError(
             "max_unorm of bitsandbytes' GlobalOptimManager is not supported over a grid: it compares norms of whole "
             "parameters. Omit it, or clip gradients (max_grad_norm)."

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hf_axonn.compat.low_bit_adam import MOMENTS, NESTED, is_adam, moments_of, state_of
+from hf_axonn.compat.low_bit_adam import MOMENTS, NESTED, is_adam, moments_of, note_overrides, state_of
 from hf_axonn.compat.torch import like_dtensor, placement_of, shard_in
 
 
@@ -77,6 +77,8 @@ def quantize_moments(optimizer: Optimizer) -> None:
         ValueError: the state of a parameter is neither that nor bitsandbytes' own.
     """
     _write_in_float32(optimizer)
+    if any(entries.keys() == FLOAT32 for entries in optimizer.state.values()):
+        note_overrides(optimizer)
     for place, parameter in places_of(optimizer):
         entries = optimizer.state.get(parameter)
         if not entries:

@@ -79,7 +79,7 @@ def step_low_bit(optimizer: Optimizer, step: Callable[[], object]) -> None:
     """Call the own step of an optimizer of bitsandbytes on shards, after moments of a checkpoint were quantized.
 
     Raises:
-        ValueError: those of `refuse_low_bit`, `note_overrides` and `quantize_moments`.
+        ValueError: those of `refuse_low_bit`, `refuse_norms` and `quantize_moments`.
     """
     if not any(isinstance(parameter, DTensor) for _, parameter in places_of(optimizer)):
         if low_bit_adam.is_adam(optimizer):
@@ -88,6 +88,7 @@ def step_low_bit(optimizer: Optimizer, step: Callable[[], object]) -> None:
         return
     refuse_low_bit(optimizer)
     low_bit_adam.note_overrides(optimizer)
+    low_bit_adam.refuse_norms(optimizer)
     quantize_moments(optimizer)
     with shards_of(optimizer):
         low_bit_adam.skip_empty(optimizer)

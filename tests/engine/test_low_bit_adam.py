@@ -126,9 +126,9 @@ def fit(model: nn.Module, optimizer: Optimizer, grid: Grid | None, seeds: range)
 def _steps_are_those_of_the_shards() -> None:
     """Each shard alone, as a parameter of one process, with the same gradients and the same override."""
     model, optimizer = made(Grid(x=2))
-    embedding, head = model.model.embed_tokens, model.lm_head
+    head = model.lm_head
     manager = GlobalOptimManager.get_instance()
-    manager.register_module_override(embedding, "weight", {"optim_bits": 32})  # as Trainer does
+    except_embedding(model)
     manager.override_config(head.weight, "optim_bits", 32)
     twins = {name: nn.Parameter(local(each).detach().clone()) for name, each in model.named_parameters()}
     exempt = [twins["model.embed_tokens.weight"], twins["lm_head.weight"]]
@@ -224,6 +224,13 @@ def check_close(found: dict[str, Tensor], truth: dict[str, Tensor], bound: float
         assert (found[name] - value).abs().max() <= bound * value.abs().max(), name
 
 
+def except_embedding(model: nn.Module) -> None:
+    """Ask for moments in 32 bits of an embedding, as Trainer does."""
+    manager = GlobalOptimManager.get_instance()
+    manager.initialize()  # without what was asked for other models
+    manager.register_module_override(model.model.embed_tokens, "weight", {"optim_bits": 32})
+
+
 def _resume(folder: Path) -> None:
     grids = Grid(x=2, z=2), Grid(data=2, y=2)
     model, optimizer = made(grids[0])
@@ -241,7 +248,11 @@ def _resume(folder: Path) -> None:
     ):
         model, optimizer = made(grid, kind, seed=5)
         optimizer.param_groups[0]["lr"] = 7.0
+        except_embedding(model)
         load_sharded(model, folder, optimizer=optimizer)
+        if kind is AdamW8bit:
+            states = [optimizer.state[each.weight] for each in (model.model.embed_tokens, model.lm_head)]
+            assert [local(state["state1"]).dtype for state in states] == [torch.float32, torch.uint8]
         assert optimizer.param_groups[0]["lr"] == 1e-2
         assert distance(weights(model), trained) == 0
         check_close(moments(model, optimizer), truth, bound)
@@ -281,8 +292,11 @@ def _from_one_process(folder: Path, truth: dict[str, Tensor]) -> None:
 def test_checkpoints_fit_every_grid_one_process_and_adamw(tmp_path: Path) -> None:
     run_ranks(_resume, 4, tmp_path / "saved")
     model, optimizer = made(None, seed=5)
+    except_embedding(model)
     load_sharded(model, tmp_path / "saved", optimizer=optimizer)
     assert optimizer.state[model.lm_head.weight]["state1"].dtype == torch.uint8
+    assert optimizer.state[model.model.embed_tokens.weight]["state1"].dtype == torch.float32
+    GlobalOptimManager.get_instance().initialize()
     model, optimizer = made(None)
     fit(model, optimizer, None, range(3))
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
