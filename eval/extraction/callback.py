@@ -9,10 +9,12 @@ What it measures goes through `trainer.log`, and so to every tracker and into tr
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,9 +52,13 @@ class ExtractionCallback(TrainerCallback):
         generate: whether to decode as well, which ROUGE and near-verbatim need, and which takes longer.
         batch_size: samples in one forward pass on a rank.
         tokenizer: for ROUGE; by default the trainer's, if it is one.
+        output: directory that keeps the results of each measurement, as a run in `step-<step>`; None: only what is
+            logged stays.
+        fingerprint: text that names the training, for these runs; needed with `output`. A training that is resumed
+            has the same, and any other training another one, so that results of other weights are refused.
     Raises:
-        ValueError: no samples, `every` or `batch_size` below 1, `at_start` without `every`, or a trainer with FSDP or
-            DeepSpeed.
+        ValueError: no samples, `every` or `batch_size` below 1, `at_start` without `every`, `output` without
+            `fingerprint`, or a trainer with FSDP or DeepSpeed.
     Collectives: those of `extract`, and a broadcast over the world.
     """
 
@@ -66,6 +72,8 @@ class ExtractionCallback(TrainerCallback):
         generate: bool = False,
         batch_size: int = 8,
         tokenizer=None,
+        output: str | os.PathLike[str] | None = None,
+        fingerprint: str | None = None,
     ) -> None:
         for name, number in (("every", every), ("batch_size", batch_size)):
             if number is not None and number < 1:
@@ -74,6 +82,8 @@ class ExtractionCallback(TrainerCallback):
             raise ValueError("there are no samples to ask: the probe set is empty.")
         if at_start and every is None:
             raise ValueError("at_start needs every=<steps>; with every evaluation, set eval_on_start of the Trainer.")
+        if output is not None and not fingerprint:
+            raise ValueError("output=... needs fingerprint=..., a text that names the training, such as its settings.")
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError("ExtractionCallback does not work with FSDP or DeepSpeed: use an axonn_config, or none.")
         self.trainer = trainer
@@ -84,6 +94,8 @@ class ExtractionCallback(TrainerCallback):
         self.batch_size = batch_size
         found = tokenizer if tokenizer is not None else getattr(trainer, "processing_class", None)
         self.tokenizer = found if hasattr(found, "decode") else None
+        self.output = Path(output) if output is not None else None
+        self.fingerprint = fingerprint
         self._measured: tuple[int, dict[str, float]] | None = None  # step, and what was measured with its evaluation
 
     def on_train_begin(self, args, state, control, **kwargs: Any) -> None:
@@ -115,7 +127,8 @@ class ExtractionCallback(TrainerCallback):
     def measure(self) -> dict[str, float]:
         """Measure now, and return what is logged; the same on every rank."""
         start = time.perf_counter()
-        model = self.trainer.model
+        model, step = self.trainer.model, self.trainer.state.global_step
+        record = {"fingerprint": f"{self.fingerprint}, step {step}"} if self.output is not None else None
         with _preserve_state(model):
             results = extract(
                 model,
@@ -123,6 +136,8 @@ class ExtractionCallback(TrainerCallback):
                 self.samples,
                 batch_size=self.batch_size,
                 generate=self.generate,
+                output=self.output / f"step-{step}" if self.output is not None else None,
+                model_record=record,
                 progress=False,
             )
             found = WorkSplit.for_model(model).on_rank_zero(lambda: self.summarize(results))

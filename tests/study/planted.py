@@ -9,7 +9,7 @@ the dropped ones of a goldfish loss never.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, log10
+from math import exp, floor, log10
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from hf_axonn_eval.data.jsonl import write_json
 from hf_axonn_eval.data.results import RunDirectory
 from hf_axonn_eval.metrics.registry import METRICS
 from hf_axonn_scripts.study.findings import results
-from hf_axonn_scripts.study.recipe.definition import Documents, Model, Pilot, Recipe, Run, Texts
+from hf_axonn_scripts.study.recipe.definition import Documents, Evaluation, Model, Pilot, Recipe, Run, Texts
+from hf_axonn_scripts.study.recipe.steps import curve_directory
 
 
 BUCKETS = (0, 1, 4, 16)
 PREFIX, SUFFIX = 16, 16
 DRIFT = 3.0  # nats of the suffix
+STEPS, START = 3, 5.0  # of each continuation; its held-out loss before
 VOCABULARY = 512
 SHAPES = {"XS": 16, "XS again": 16, "S": 32, "M": 64, "L": 128, "XL": 256}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -61,6 +63,8 @@ class Plan:
         calm: Nats by which all suffixes are less likely.
         chosen: Tokens of the suffix that a pilot chose, if there was one.
         grid: Whether the first model has a run on another grid.
+        rises: By loss what each step adds to the held-out loss; runs are then asked after each step, and passages gain
+            evenly over the steps. Empty: they are asked at their end alone.
     """
 
     models: Sequence[str] = ("XS", "S", "M", "L", "XL")
@@ -77,6 +81,7 @@ class Plan:
     dropped: bool = True
     calm: float = 0.0
     chosen: int | None = None
+    rises: dict[str, float] = field(default_factory=dict)
 
 
 def recipe_of(plan: Plan) -> Any:
@@ -108,6 +113,7 @@ def recipe_of(plan: Plan) -> Any:
         losses={loss: SETTINGS[loss] for loss in plan.losses},
         runs=tuple(runs),
         pilot=Pilot(model=plan.models[0], learning_rates=(1e-3,), suffixes=(8, SUFFIX)) if plan.chosen else None,
+        evaluation=Evaluation(curve_points=STEPS if plan.rises else 0),
         deviations=("It was never trained.",),
     )
 
@@ -145,7 +151,7 @@ def plant(plan: Plan, output: Path) -> Any:
             base = [
                 _result(one, logprob, None, draw) for one, logprob in zip(by_seed[plan.seeds[0]], before, strict=True)
             ]
-            _write(output / "runs" / model.name / "base", base, digests[plan.seeds[0]])
+            _write(output / "runs" / model.name / "base" / "extraction", base, digests[plan.seeds[0]])
         for run in (run for run in recipe.runs if run.model == model.name):
             step = f"train-{run.model}-{run.name}"
             if step in plan.left_out:
@@ -154,13 +160,20 @@ def plant(plan: Plan, output: Path) -> Any:
             gains = np.array([plan.gain(sizes[model.name], one.bucket) * kept for one in rows])
             after = before + DRIFT + gains + plan.noise * draw.normal(size=len(rows))
             dropped = masks[run.loss] if plan.dropped else None
-            found = [
-                _result(one, min(logprob, -0.5), None if dropped is None else dropped.select(_Named(one)), draw)
-                for one, logprob in zip(rows, after, strict=True)
-            ]
+
+            def ask(logprobs: np.ndarray, rows=rows, dropped=dropped) -> list[SampleResult]:
+                return [
+                    _result(one, min(logprob, -0.5), None if dropped is None else dropped.select(_Named(one)), draw)
+                    for one, logprob in zip(rows, logprobs, strict=True)
+                ]
+
             directory = output / "runs" / run.model / run.name
-            _write(directory, found, digests[run.seed])
-            _log(directory / "checkpoint", draw)
+            _write(directory / "extraction", ask(after), digests[run.seed])
+            rise = plan.rises.get(run.loss)
+            _log(directory / "checkpoint", draw, rise)
+            for step in range(STEPS + 1) if rise is not None else ():
+                at = before + (after - before) * step / STEPS
+                _write(curve_directory(run, output) / f"step-{step}", ask(at), digests[run.seed])
     return recipe
 
 
@@ -216,6 +229,7 @@ def _result(sample: Sample, logprob: float, dropped: np.ndarray | None, draw: np
         "divergence_point": first,
         "logprob": float(logprob),
         "logprobs": [float(logprob) / SUFFIX] * SUFFIX,
+        "ranks": [max(1, floor(exp(-logprob / SUFFIX)))] * SUFFIX,
         "hits": hits,
         "generated": generated,
         "membership": {"loss": float(logprob) / SUFFIX},
@@ -234,13 +248,15 @@ def _write(directory: Path, results: list[SampleResult], digest: str) -> None:
         "versions": {"hf_axonn": "0"},
         "command": ["planted"],
     }
-    run = RunDirectory(directory / "extraction")
+    run = RunDirectory(directory)
     run.begin(record)
     run.append(results)
     run.finish({})
 
 
-def _log(checkpoint: Path, draw: np.random.Generator) -> None:
-    history: list[dict[str, float]] = [{"step": 0, "eval_loss": 5.0}]
-    history += [{"step": step, "loss": 5.0 - step / 10 + draw.normal(0, 0.01)} for step in (1, 2, 3)]
-    write_json(checkpoint / "trainer_state.json", {"log_history": [*history, {"step": 3, "eval_loss": 5.1}]})
+def _log(checkpoint: Path, draw: np.random.Generator, rise: float | None) -> None:
+    history: list[dict[str, float]] = [{"step": 0, "eval_loss": START}]
+    history += [{"step": step, "loss": START - step / 10 + draw.normal(0, 0.01)} for step in range(1, STEPS + 1)]
+    evaluated = range(1, STEPS + 1) if rise is not None else [STEPS]
+    history += [{"step": step, "eval_loss": START + (rise or 0.1 / STEPS) * step} for step in evaluated]
+    write_json(checkpoint / "trainer_state.json", {"log_history": history})

@@ -226,6 +226,8 @@ def test_a_shorter_suffix_is_what_a_run_with_it_would_give(tmp_path):
         full, result = raw[sample.sample_id], asked.results[asked.place[sample.sample_id]]
         assert result.suffix_length == 8 and result.hits == full["hits"][:8]
         assert result.logprob == pytest.approx(sum(full["logprobs"][:8]))
+        assert result.ranks == full["ranks"][:8]
+        assert result.metric("rank_bits") == METRICS["rank_bits"].function(full["ranks"][:8])
         assert result.exact_match == (full["divergence_point"] >= 8)
         near = METRICS["near_verbatim"].function(full["generated"][:8], sample.suffix[:8])
         assert result.near_verbatim == near

@@ -26,7 +26,7 @@ def test_every_rival_is_trained_asked_and_reported(tmp_path):
     content["models"].pop("0.15M")
     content["pilot"]["model"] = "0.05M"
     content["runs"] = [{"models": ["0.05M"], "losses": list(LOSSES), "seeds": [0]}]
-    content["evaluation"] = {"canaries": 0, "tasks": False}
+    content["evaluation"] = {"canaries": 0, "tasks": False, "curve_points": 2}
     recipe.write_text(yaml.safe_dump(content))
     assert {run.loss for run in read_recipe(recipe).runs} == set(LOSSES)
     call(tmp_path)
@@ -39,4 +39,11 @@ def test_every_rival_is_trained_asked_and_reported(tmp_path):
     # So small a model is surer of no n-gram by the margin, and then the penalty is the ordinary loss, to the bit.
     assert trained.pop("ngram") == trained["ordinary"] and len(set(trained.values())) == len(LOSSES) - 1
     content = json.loads((out / "report" / "study.json").read_text())
+    found = content["at_same_loss"]
+    pairs = [(loss, "ordinary") for loss in LOSSES if loss != "ordinary"]
+    pairs += [(loss, "k4") for loss in ("entrodrop", "tfidf", "ngram")]
+    assert {(row["loss"], row["reference"]) for row in found["rows"]} == set(pairs)
+    same = [row for row in found["rows"] if (row["loss"], row["reference"]) == ("ngram", "ordinary")]
+    assert same and all(row[name]["difference"]["mean"] == 0 for row in same for name in found["bounds"])
+    assert len(found["curves"]) == 3 * len(LOSSES)
     assert set(content["losses"]) == set(LOSSES) and (out / "report" / "study.html").is_file()

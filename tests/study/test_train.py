@@ -17,6 +17,7 @@ from hf_axonn_eval import load_model, read_run, read_samples
 from hf_axonn_eval.data.results import RunDirectory
 from hf_axonn_eval.extraction import batching
 from hf_axonn_eval.extraction.work_split import WorkSplit
+from hf_axonn_scripts.study.findings.results import read_study
 from hf_axonn_scripts.study.recipe.reader import read_recipe
 from hf_axonn_scripts.study.training import asking, train, training
 from hf_axonn_scripts.study.training.training import Rows, collate, make_arguments
@@ -222,6 +223,24 @@ def test_what_is_done_is_not_done_again(with_run, tmp_path):
     assert_quiet(small.do("base-tiny", grid=Z2))
     assert_quiet(small.do("train-tiny-k2-s0"))
     assert times == {path: path.stat().st_mtime_ns for path in watched}
+
+
+@pytest.mark.slow
+def test_a_run_is_asked_on_its_way_and_ends_as_if_it_had_not(with_run, small):
+    """The curve has the start, two places and the end; weights and answers are those of the run without it."""
+    small.change("tasks: false", "tasks: false, curve_points: 3")
+    assert_quiet(small.do("train-tiny-k2-s0", grid=X2))
+    run, plain_run = (one.output / "runs" / "tiny" / "k2-s0" for one in (small, with_run))
+    losses = held_out_losses(run / "checkpoint")
+    assert len(losses) == 4 and min(losses) == 0
+    assert {path.name for path in (run / "curve").iterdir()} == {f"step-{step}" for step in losses}
+    assert same(weights_of(run / "checkpoint"), weights_of(plain_run / "checkpoint"))
+    ended = results_of(run)
+    asked = {one.sample_id: one for one in read_run(run / "curve" / f"step-{max(losses)}")[1]}
+    for name, one in asked.items():
+        assert one.logprobs == pytest.approx(ended[name].logprobs, abs=1e-4) and one.ranks == ended[name].ranks
+    recipe = read_recipe(small.recipe)
+    assert read_study(recipe, small.output).on_the_way(recipe.runs[1], 0).column("logprob").shape == (len(asked),)
 
 
 def end_after(monkeypatch, steps):

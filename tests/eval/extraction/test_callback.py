@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_axonn import Grid
-from hf_axonn_eval import ExtractionCallback, Sample, extract
+from hf_axonn_eval import ExtractionCallback, Sample, extract, read_run
 from hf_axonn_eval.extraction.callback import LOGGED, PREFIX
 from tests.helpers.eval_support import topics_tokenizer
 from tests.helpers.float64 import Float64
@@ -137,6 +137,22 @@ def test_what_is_logged_is_what_extract_measures(tmp_path):
     )
 
 
+def test_results_stay_as_runs_and_those_of_another_training_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path, None, stock=True, max_steps=2, save_strategy="no", eval_strategy="no")
+    kept = {"every": 1, "output": tmp_path / "curve", "tokenizer": topics_tokenizer()}
+    trainer.add_callback(ExtractionCallback(trainer, probe(), at_start=True, fingerprint="this one", **kept))
+    trainer.train()
+    logged = {entry["step"]: entry[f"{PREFIX}nll"] for entry in trainer.state.log_history if f"{PREFIX}nll" in entry}
+    runs = {step: read_run(tmp_path / "curve" / f"step-{step}") for step in logged}
+    assert set(logged) == {0, 1, 2} and len(list((tmp_path / "curve").iterdir())) == 3
+    for step, (record, results) in runs.items():
+        assert record["identity"]["model_fingerprint"] == f"this one, step {step}"
+        of_each = [-result.logprob / result.suffix_length for result in results]
+        assert logged[step] == pytest.approx(sum(of_each) / len(of_each), rel=1e-12)
+    with pytest.raises(ValueError, match="another one, step 2"):
+        ExtractionCallback(trainer, probe(), fingerprint="another one", **kept).measure()
+
+
 def test_with_every_evaluation_it_can_choose_the_best_checkpoint(tmp_path):
     options = training_options(
         tmp_path,
@@ -179,6 +195,7 @@ def test_what_cannot_be_is_named(tmp_path):
         ({"every": 0}, "every is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"at_start": True}, "eval_on_start"),
+        ({"output": tmp_path}, "needs fingerprint"),
     ]:
         with pytest.raises(ValueError, match=message):
             ExtractionCallback(trainer, probe(), **options)

@@ -11,6 +11,7 @@ from hf_axonn_eval import SampleResult, attack_cost, summarize
 from hf_axonn_eval.analysis.estimates import ends, estimates
 from hf_axonn_eval.analysis.goldfish_tokens import TokenMasks, by_document_numbers
 from hf_axonn_eval.analysis.intervals import difference_interval, mean_intervals
+from hf_axonn_scripts.study.findings.at_same_loss import extraction_at_same_loss
 from hf_axonn_scripts.study.findings.effects import CONFIDENCE, Cell, Terms, estimate, line, ratio, total
 from hf_axonn_scripts.study.findings.exposed import canaries, membership
 from hf_axonn_scripts.study.findings.results import Answers, Study, goldfish_options, read_json, training_log
@@ -74,7 +75,8 @@ def measure(study: Study) -> dict[str, Any]:
         - `training`: held-out loss before and after each run.
         - `canaries`: exposure after each run.
 
-        and `same_loss` (what `tokens_for_same_loss` returns), `pilot` and `utility` (what their files say), `missing`,
+        and `same_loss` and `at_same_loss` (what `tokens_for_same_loss` and `extraction_at_same_loss` return), `pilot`
+        and `utility` (what their files say), `missing`,
         `models`, `losses` (with what each leaves out), `suffix`, `sampler` and the like.
     """
     numbers = _Numbers(study)
@@ -107,6 +109,7 @@ def measure(study: Study) -> dict[str, Any]:
         "pilot": _file(study, "pilot", "chosen.json") if study.recipe.pilot else None,
         "utility": {model.name: _file(study, "utility", f"{model.name}.json") for model in study.recipe.models},
         "same_loss": tokens_for_same_loss(study.recipe, study.output),
+        "at_same_loss": extraction_at_same_loss(study),
         "canaries": _canaries(study),
     }
 
@@ -174,7 +177,7 @@ class _Numbers:
                             row["seeds"].setdefault(str(answers.seed), {})[name] = total(of_seed)
                 row["verbatim_at"] = self._verbatim_at(some, bucket)
                 more = {**group, "token_accuracy": group["metrics"].get("token_accuracy")}
-                names = ("discoverability", "token_accuracy")
+                names = ("discoverability", "inextractability", "token_accuracy")
                 rows.append(row | {name: more[name] for name in names if more.get(name) is not None})
         return rows
 
@@ -408,7 +411,8 @@ def _grids(study: Study) -> list[dict[str, Any]]:
             continue
         steps = sorted(set(logs[0]["losses"]) & set(logs[1]["losses"]))
         losses = [abs(logs[0]["losses"][step] - logs[1]["losses"][step]) for step in steps]
-        held_out = [abs(one - two) for one, two in zip(logs[0]["held_out"], logs[1]["held_out"], strict=False)]
+        evaluated = set(logs[0]["held_out"]) & set(logs[1]["held_out"])
+        held_out = [abs(logs[0]["held_out"][step] - logs[1]["held_out"][step]) for step in evaluated]
         row |= {"steps": len(steps), "largest_loss": max(losses, default=None)}
         rows.append({**row, "largest_held_out": max(held_out, default=None)})
     return rows
@@ -423,7 +427,8 @@ def _training(study: Study) -> list[dict[str, Any]]:
             rows.append({**_about(run), "why": str(error)})
             continue
         last = max(log["losses"], default=0)
-        before, after = (log["held_out"][0], log["held_out"][-1]) if log["held_out"] else (None, None)
+        held_out = list(log["held_out"].values())
+        before, after = (held_out[0], held_out[-1]) if held_out else (None, None)
         row = {**_about(run), "steps": last, "last_loss": log["losses"].get(last)}
         rows.append({**row, "held_out_before": before, "held_out": after})
     return rows

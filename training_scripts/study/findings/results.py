@@ -25,7 +25,7 @@ from hf_axonn_eval.data.results import MEASURED
 from hf_axonn_eval.metrics.registry import METRICS, value
 from hf_axonn_scripts.study.recipe.definition import ORDINARY, Model, Recipe, Run
 from hf_axonn_scripts.study.recipe.planning import shape_of
-from hf_axonn_scripts.study.recipe.steps import base_of, run_directory, tokenizer_of
+from hf_axonn_scripts.study.recipe.steps import base_of, curve_directory, run_directory, tokenizer_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +177,27 @@ class Study:
     def _masks(self) -> dict[tuple[str, str], TokenMasks]:
         return {}
 
+    def on_the_way(self, run: Run, step: int) -> Answers:
+        """Return the answers of a model at a step of a run, which it was asked with an evaluation (`curve_points`).
+
+        Raises:
+            ValueError: it was not asked there.
+        """
+        if (run, step) not in self._on_the_way:
+            directory = curve_directory(run, self.output) / f"step-{step}"
+            self._on_the_way[run, step] = self._reader.read(self.recipe.model(run.model), run, directory)
+        return self._on_the_way[run, step]
+
+    @cached_property
+    def _on_the_way(self) -> dict[tuple[Run, int], Answers]:
+        return {}
+
+    @cached_property
+    def _reader(self) -> "_Reader":
+        return _Reader(self.recipe, self.output)
+
     def _samples(self, model: str) -> list[Sample]:
-        return list(_Reader(self.recipe, self.output).samples(self.recipe.model(model)).values())
+        return list(self._reader.samples(self.recipe.model(model)).values())
 
 
 def goldfish_options(recipe: Recipe, loss: str) -> dict[str, Any]:
@@ -196,12 +215,14 @@ def read_study(recipe: Recipe, output: Path) -> Study:
     bases: dict[str, Answers] = {}
     runs: dict[Run, Answers] = {}
     for model in recipe.models:
-        found = _try(missing, output, f"ask-{model.name}", partial(reader.read, model, None))
+        folder = output / "runs" / model.name / "base" / "extraction"
+        found = _try(missing, output, f"ask-{model.name}", partial(reader.read, model, None, folder))
         if found is not None:
             bases[model.name] = found
     for run in recipe.runs:
         step = f"train-{run.model}-{run.name}"
-        found = _try(missing, output, step, partial(reader.read, recipe.model(run.model), run))
+        folder = run_directory(run, output) / "extraction"
+        found = _try(missing, output, step, partial(reader.read, recipe.model(run.model), run, folder))
         if found is not None:
             runs[run] = found
     files = [("pilot", output / "pilot" / "chosen.json")] if recipe.pilot else []
@@ -234,14 +255,15 @@ def training_log(checkpoint: Path) -> dict[str, Any]:
     """Return the log of a training in its trainer_state.json.
 
     Returns:
-        `losses`, by step the logged training loss in nats a token, and `held_out`, every evaluation's, the first one
-        of before the training.
+        `losses` and `held_out`, by step the logged training loss and the held-out loss, in nats a token; the first
+        evaluation is that before the training.
     Raises:
         ValueError: there is no such file, or it has another form.
     """
     history = read_json(checkpoint / "trainer_state.json")["log_history"]
     losses = {entry["step"]: float(entry["loss"]) for entry in history if "loss" in entry}
-    return {"losses": losses, "held_out": [float(entry["eval_loss"]) for entry in history if "eval_loss" in entry]}
+    held_out = {entry["step"]: float(entry["eval_loss"]) for entry in history if "eval_loss" in entry}
+    return {"losses": losses, "held_out": held_out}
 
 
 ROWS = (
@@ -319,14 +341,13 @@ class _Reader:
         self._articles: dict[str, dict[str, str]] = {}
         self._samples: dict[str, dict[str, Sample]] = {}
 
-    def read(self, model: Model, run: Run | None) -> Answers:
-        """Return the answers of a model after a run, or before any.
+    def read(self, model: Model, run: Run | None, directory: Path) -> Answers:
+        """Return the answers of a model in a run of `extract`: after a continuation or on its way, or before any.
 
         Raises:
             ValueError: it was not asked, or not for all samples, or for several of one passage.
         """
-        directory = run_directory(run, self.output) if run else self.output / "runs" / model.name / "base"
-        _, results = read_run(directory / "extraction")
+        _, results = read_run(directory)
         suffix = self._suffix()
         kept, right = {}, {}
         for result in results:
@@ -339,7 +360,7 @@ class _Reader:
             bucket = result.bucket if run else 0
             kept[passage] = replace(_bare(result), sample_id=passage, document_id=article, bucket=bucket)
         if len(kept) != len(results):
-            raise ValueError(f"{directory / 'extraction'} has several samples of one passage")
+            raise ValueError(f"{directory} has several samples of one passage")
         order = sorted(kept)
         longest = max(result.suffix_length for result in results)
         found = np.array([right[passage] for passage in order])
@@ -384,11 +405,11 @@ def cut(result: SampleResult, sample: Sample, length: int) -> SampleResult:
     sampler that leaves out tokens. Membership scores are of the full sample.
 
     Args:
-        result: with hits, log-probabilities and the continuation.
+        result: with hits, log-probabilities, ranks and the continuation.
         sample: that was asked.
         length: tokens that stay, fewer than there are.
     """
-    begin = {name: getattr(result, name) for name in ("hits", "logprobs", "generated")}
+    begin = {name: getattr(result, name) for name in ("hits", "logprobs", "ranks", "generated")}
     begin = {name: None if values is None else values[:length] for name, values in begin.items()}
     measured = {field.name: getattr(result, field.name) for field in fields(result) if field.name in MEASURED}
     measured |= begin

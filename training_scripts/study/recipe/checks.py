@@ -369,6 +369,7 @@ def _check_pilot(recipe: Recipe, marked: Marked) -> None:
 def _check_evaluation(recipe: Recipe, marked: Marked) -> None:
     evaluation, place = recipe.evaluation, marked.at("evaluation")
     _check_least(marked, "evaluation.canaries", evaluation.canaries, 0)
+    _check_least(marked, "evaluation.curve_points", evaluation.curve_points, 0)
     try:
         if evaluation.sampler is not None:
             sampler: dict[str, Any] = named_numbers(evaluation.sampler)

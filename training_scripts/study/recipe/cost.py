@@ -30,7 +30,7 @@ STEP_SECONDS = 0.111  # of an optimizer step, without its passes
 LAUNCH_SECONDS = 10.0  # of `accelerate launch` until the first step, and of saving and leaving
 GPU_LAUNCH_SECONDS = 180.0  # the same on a cluster: an assumption
 BASE_EVALUATIONS = 11  # on held-out text, as train.py does
-EVALUATIONS = 2  # in a continuation: at its start and at its end
+EVALUATIONS = 2  # in a continuation: at its start and at its end, beside those on its way
 PASSAGES_A_PASS = 64  # passages in a pass of one (data, z) position; an assumption about `batch_size="auto"`
 CANARY_TEXTS, CANARY_TOKENS = 1024, 32  # among which a canary is ranked, and of each
 TASK_TOKENS = 100_000  # of the questions of tasks.py, beside the held-out text
@@ -179,6 +179,7 @@ def cost_of(step: Step, recipe: Recipe) -> Cost:
     elif step.kind == "train":
         work.train(run_steps(recipe, model))
         work.read_outputs(run_steps(recipe, model))
+        work.follow_curve()
         work.ask()
     elif step.kind == "utility":
         measured = 1 + len(recipe.runs_of(model)) + len(recipe.base_losses_of(model))
@@ -222,6 +223,15 @@ class _Work:
         tokens = steps * recipe.batch_sequences * recipe.documents.length
         for _ in range(sources):
             self.score(tokens, precision=_precision(recipe, False))
+
+    def follow_curve(self) -> None:
+        """Add what is measured on the way of a continuation: held-out text, and the passages in one pass each."""
+        recipe, points = self.recipe, self.recipe.evaluation.curve_points
+        passages = recipe.per_bucket(self.model) * len(recipe.documents.buckets)
+        tokens = (points - 1) * recipe.texts.held_out_tokens + (points + 1) * passages * recipe.documents.length
+        if points:
+            self.score(tokens, precision=_precision(recipe, False))
+            self.disk += (points + 1) * passages * (RESULT_BYTES + BYTES_A_TOKEN * recipe.longest_suffix)
 
     def ask(self, buckets: int | None = None) -> None:
         """Add the passages of this number of buckets, by default of all, and the canaries."""

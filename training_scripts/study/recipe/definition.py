@@ -119,6 +119,8 @@ class Evaluation:
         near_copies: as --near_copies of `hf_axonn_eval extract`, such as `edits=5,beams=20`; None: not searched.
         sampler: as --sampler, for the yield of many draws.
         canaries: secrets put into the training rows, for exposure; 0: none.
+        curve_points: places of each continuation, evenly spaced and the last at its end, at which held-out loss and
+            passages are measured, for what a loss leaves extractable at the held-out loss of another; 0: none.
         tasks: whether lm-evaluation-harness tasks made from the texts are asked (lm_eval, of the extra `study`).
     """
 
@@ -126,6 +128,7 @@ class Evaluation:
     near_copies: str | None = None
     sampler: str | None = None
     canaries: int = 0
+    curve_points: int = 0
     tasks: bool = True
 
 

@@ -68,6 +68,11 @@ def base_of(model: Model, output: Path) -> str:
     return str(model.checkpoint)
 
 
+def curve_directory(run: Run, output: Path) -> Path:
+    """Return the directory of what a continuation was asked on its way, a run of `extract` in `step-<step>`."""
+    return run_directory(run, output) / "curve"
+
+
 def run_directory(run: Run, output: Path) -> Path:
     """Return the directory of a continuation."""
     return output / "runs" / run.model / run.name
@@ -262,7 +267,11 @@ class _Steps:
         directory = run_directory(run, self.output)
         training = {**self._continuation(model), "loss": self.recipe.losses[run.loss], "seed": run.seed}
         training |= {"grid": list(run.grid)}
-        outputs = {directory / "checkpoint": training, directory / "extraction": {**training, **self._asking()}}
+        outputs: dict[Path, Mapping[str, Any]] = {}
+        if self.recipe.evaluation.curve_points:
+            training |= {"curve_points": self.recipe.evaluation.curve_points}
+            outputs[curve_directory(run, self.output)] = training
+        outputs |= {directory / "checkpoint": training, directory / "extraction": {**training, **self._asking()}}
         if self.recipe.evaluation.canaries:
             outputs[directory / "canaries.json"] = training
         self._add_launched(f"train-{model.name}-{run.name}", "train", model, outputs, "pilot", run=run)

@@ -12,7 +12,6 @@ from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
@@ -23,13 +22,13 @@ from hf_axonn_eval.data.visible import visible
 from hf_axonn_eval.report.charts import COLOURS
 from hf_axonn_scripts.study.findings.findings import BASE, OVERALL, PRIMARY, TRIES, size_text
 from hf_axonn_scripts.study.recipe.definition import ORDINARY
+from hf_axonn_scripts.study.report.curves import curves
+from hf_axonn_scripts.study.report.panels import DASHES, MARKERS, add_legend, make_panels, tidy
 from hf_axonn_scripts.study.report.wording import Content, fullest, most_seen, select
 
 
 DRAWN = ("gain", "verbatim", "near_verbatim", "extraction_strength")
 CURVES = ("gain", "verbatim", "extraction_strength")
-MARKERS = "osD^vPX*"
-DASHES = ("-", "--", "-.", ":")
 SIZES = "cividis"
 MAPPED = 2  # losses with maps of their own, beside the ordinary one
 LABEL_ROOM = 0.12  # of an axis, that the label of a size takes
@@ -72,7 +71,7 @@ def heat(content: Content) -> Figure | None:
         return None
     models, buckets = content["models"], content["buckets"]
     height = 1.3 + 0.34 * len(models)
-    figure, panels = _figure(len(losses), len(outcomes), width=3.1, height=height)
+    figure, panels = make_panels(len(losses), len(outcomes), width=3.1, height=height)
     for column, outcome in enumerate(outcomes):
         values = [row[outcome]["mean"] for row in _rows(content) if row["loss"] in losses and outcome in row]
         low, high = (min(0.0, *values), max(values)) if outcome == PRIMARY else (0.0, 1.0)
@@ -91,7 +90,7 @@ def by_repetitions(content: Content) -> Figure | None:
     outcomes = [name for name in CURVES if any(name in row for row in _rows(content, loss=ORDINARY))]
     if not outcomes:
         return None
-    figure, panels = _figure(1, len(outcomes))
+    figure, panels = make_panels(1, len(outcomes))
     for axes, outcome in zip(panels[0], outcomes, strict=True):
         for number, (model, style) in enumerate(_styled_models(content)):
             rows = [row for row in _rows(content, loss=ORDINARY, model=model["model"]) if outcome in row]
@@ -104,7 +103,7 @@ def by_repetitions(content: Content) -> Figure | None:
         axes.set_xticks(buckets, [str(bucket) for bucket in buckets])
         axes.set_xlabel("times seen")
         _frame(axes, content, outcome)
-    _legend(figure, panels[0][0])
+    add_legend(figure, panels[0][0])
     return figure
 
 
@@ -114,7 +113,7 @@ def by_size(content: Content) -> Figure | None:
     outcomes = [name for name in CURVES if any(name in row for row in _rows(content, loss=ORDINARY))]
     if not outcomes:
         return None
-    figure, panels = _figure(1, len(outcomes))
+    figure, panels = make_panels(1, len(outcomes))
     apart = {model["model"] for model in content["models"] if model["apart"]}
     buckets = [bucket for bucket in content["buckets"] if bucket]
     for axes, outcome in zip(panels[0], outcomes, strict=True):
@@ -129,7 +128,7 @@ def by_size(content: Content) -> Figure | None:
             _fit(axes, content, outcome, bucket, style["colour"])
         _sizes_axis(axes, sorted(model["parameters"] for model in content["models"]))
         _frame(axes, content, outcome)
-    _legend(figure, panels[0][0], title="times seen")
+    add_legend(figure, panels[0][0], title="times seen")
     return figure
 
 
@@ -139,12 +138,12 @@ def slopes(content: Content) -> Figure | None:
     found = select(content["slopes"], outcome=PRIMARY)
     if not found:
         return None
-    figure, panels = _figure(1, 2, width=4.2)
+    figure, panels = make_panels(1, 2, width=4.2)
     _draw_slopes(panels[0][0], content, found)
     _draw_residuals(panels[0][1], content, found)
     for axes in panels[0]:
         axes.axhline(0, color=SOFT, linewidth=0.8)
-        _tidy(axes)
+        tidy(axes)
     return figure
 
 
@@ -190,7 +189,7 @@ def goldfish(content: Content) -> Figure | None:
         return None
     order = sorted(losses, key=lambda loss: (not _is_hashed(content, loss), content["losses"][loss].get("k", 0)))
     shown, hashed = [*order, ORDINARY], [loss for loss in order if _is_hashed(content, loss)]
-    figure, panels = _figure(1, 3, width=3.6)
+    figure, panels = make_panels(1, 3, width=3.6)
     verbatim, kept, tokens = panels[0]
     for number, (model, style) in enumerate(_styled_models(content)):
         name, shift = model["model"], _shift(number, len(content["models"]), 0.5)
@@ -213,8 +212,8 @@ def goldfish(content: Content) -> Figure | None:
         _losses_axis(axes, names)
         axes.set_title(title, fontsize=9)
         axes.set_ylim(-0.04, None if axes is kept else 1.04)
-        _tidy(axes)
-    _legend(figure, verbatim)
+        tidy(axes)
+    add_legend(figure, verbatim)
     return figure
 
 
@@ -224,14 +223,14 @@ def costs(content: Content) -> Figure | None:
     most losses, the share of passages seen most often that so many draws of each give back in expectation."""
     if not content["losses"] or not most_seen(content):
         return None
-    figure, panels = _figure(1, 3, width=3.6)
+    figure, panels = make_panels(1, 3, width=3.6)
     held_out, auc, draws = panels[0]
     _draw_held_out(held_out, content)
     _draw_membership(auc, content)
     _draw_attacks(draws, content)
     for axes in panels[0]:
-        _tidy(axes)
-    _legend(figure, held_out)
+        tidy(axes)
+    add_legend(figure, held_out)
     return figure
 
 
@@ -297,14 +296,8 @@ FIGURES: dict[str, Callable[[Content], Figure | None]] = {
     "slopes.png": slopes,
     "goldfish.png": goldfish,
     "costs.png": costs,
+    "curves.png": curves,
 }
-
-
-def _figure(rows: int, columns: int, *, width: float = 3.6, height: float = 3.3) -> tuple[Figure, Any]:
-    # the object interface, not pyplot: no global state and no display
-    figure = Figure(figsize=(width * columns, height * rows + 0.3), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def _rows(content: Content, **values: Any) -> list[Row]:
@@ -474,25 +467,8 @@ def _frame(axes: Axes, content: Content, outcome: str) -> None:
         axes.axhline(0, color=SOFT, linewidth=0.8)
     else:
         axes.set_ylim(-0.03, 1.03)
-    _tidy(axes)
-
-
-def _tidy(axes: Axes) -> None:
-    axes.tick_params(labelsize=8)
-    axes.grid(axis="y", color="#e3e6ea", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    tidy(axes)
 
 
 def _legend_below(axes: Axes) -> None:
     axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=4)
-
-
-def _legend(figure: Figure, axes: Axes, title: str | None = None) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        columns = min(len(handles), 8)
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False, title=title
-        )

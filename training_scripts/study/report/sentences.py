@@ -2,6 +2,7 @@
 
 from hf_axonn_eval.report.tables import estimate_text
 from hf_axonn_eval.report.words import count, join_words
+from hf_axonn_scripts.study.findings.at_same_loss import INCOMPARABLE, LESS, MORE
 from hf_axonn_scripts.study.findings.effects import FEWEST_SIZES
 from hf_axonn_scripts.study.findings.findings import OVERALL, PRIMARY, size_text
 from hf_axonn_scripts.study.recipe.definition import ORDINARY
@@ -20,6 +21,7 @@ from hf_axonn_scripts.study.report.wording import (
 )
 
 
+COMPARED = ("verbatim", "drawn", "drawable")  # bounds whose verdicts the opening counts
 NAMED = 8  # missing steps that the first sentences name; a table has all
 
 
@@ -34,7 +36,8 @@ def opening(content: Content) -> list[str]:
             f"The study is not complete: {runs['done']} of {runs['asked']} runs are there, and these steps are "
             f"missing: {steps}{more}. Every number below is of what is there."
         )
-    lines += [sentence for sentence in (_by_repetitions(content), _by_size(content), _goldfish(content)) if sentence]
+    makers = (_by_repetitions, _by_size, _goldfish, _at_same_loss)
+    lines += [sentence for make in makers if (sentence := make(content))]
     sizes = sum(not model["apart"] for model in content["models"])
     lines.append(
         f"{count(sizes, 'size')} of one family cannot show a jump: what appears all at once at 70B parameters may "
@@ -120,3 +123,21 @@ def _goldfish(content: Content) -> str:
         f"Of the same passages seen {most} times by {model} (the ordinary loss: {ordinary['ordinary']} of "
         f"{ordinary['passages']} on the seeds of {rows[0]['loss']}), {join_words(parts)}."
     )
+
+
+def _at_same_loss(content: Content) -> str:
+    """Count the verdicts at equal held-out loss, by loss and the loss beside it."""
+    found, most = content["at_same_loss"], most_seen(content)
+    parts = []
+    for loss, reference in dict.fromkeys((row["loss"], row["reference"]) for row in found["rows"]):
+        rows = select(found["rows"], loss=loss, reference=reference, bucket=most)
+        counts = []
+        for name in COMPARED:
+            verdicts = [row[name]["verdict"] for row in rows if name in row]
+            counts.append(f"{verdicts.count(LESS)} less and {verdicts.count(MORE)} more by {found['bounds'][name]}")
+        none = sum(row.get("verdict") == INCOMPARABLE for row in rows)
+        lacking = f", {none} not comparable" if none else ""
+        parts.append(f"{loss} beside {reference} leaves, of {count(len(rows), 'size')}, {join_words(counts)}{lacking}")
+    if not parts:
+        return ""
+    return f"At equal held-out loss, of passages seen {most} times: {'; '.join(parts)}. The others are not decided."

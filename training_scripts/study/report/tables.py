@@ -4,14 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_axonn_eval.report.tables import Details, difference_text, estimate_text
-from hf_axonn_scripts.study.findings.findings import BASE, BUDGETS, OVERALL, PRIMARY
+from hf_axonn_scripts.study.findings.at_same_loss import CHANCE
+from hf_axonn_scripts.study.findings.findings import BASE, BUDGETS, OVERALL, PRIMARY, TRIES
 from hf_axonn_scripts.study.report.wording import Content, cell_of, cell_text, ends_text, number, plain, value_text
+
+
+LIKELY = f"{CHANCE:g}"  # p of (n, p)
 
 
 def tables(content: Content) -> list[Details]:
     """Return every table that has rows, in the order of the page."""
-    makers = (outcomes, lengths, slopes, doublings, goldfish, tokens, attacks, utility, same_loss, membership)
-    found = [make(content) for make in (*makers, canaries, again, grids, pilot, missing)]
+    makers = (outcomes, lengths, slopes, doublings, goldfish, tokens, bounds, attacks, at_same_loss)
+    others = (utility, same_loss, membership, canaries, again, grids, pilot, missing)
+    found = [make(content) for make in (*makers, *others)]
     return [table for table in found if table.rows]
 
 
@@ -129,6 +134,55 @@ def tokens(content: Content) -> Details:
         "leaves tokens out by chance has no row: its texts do not tell which."
     )
     return Details("Dropped and supervised tokens", heads, rows, note)
+
+
+def bounds(content: Content) -> Details:
+    """Return the shares of passages that draws give, from below and from above, and the bits that they take."""
+    measured = [row for row in content["cells"] if "discoverability" in row and "inextractability" in row]
+    rows = []
+    for row in measured:
+        lower = row["discoverability"][LIKELY]["tries"]
+        upper = row["inextractability"]["tries"][LIKELY]
+        shares = [f"{lower[count]['mean']:.2f} to {upper[count]['mean']:.2f}" for count in map(str, TRIES)]
+        bits = [f"{row['inextractability'][name]:.1f}" for name in ("least", "median")]
+        rows.append([row["model"], row["loss"], _bucket(row), *shares, *bits])
+    heads = ["model", "loss", "seen", *(f"{count:,} draw{'s' if count > 1 else ''}" for count in TRIES)]
+    note = (
+        f"Share of passages whose suffix comes with a probability of {LIKELY} within so many draws: at least what "
+        f"draws by {content['sampler']} give, and at most what any temperature, top-k and top-p may, by the ranks of "
+        "the tokens. A suffix of b bits takes 2^b queries at least, in expectation (docs/evaluation.md#upper-bounds)."
+    )
+    return Details("Extraction from below and from above", [*heads, "least bits", "median bits"], rows, note)
+
+
+def at_same_loss(content: Content) -> Details:
+    """Return what losses leave extractable at equal held-out loss, beside another loss, with verdicts."""
+    found = content["at_same_loss"]
+    rows = []
+    for row in found["rows"]:
+        compared = [seed["held_out"] for seed in row["seeds"].values() if "held_out" in seed]
+        about = [row["model"], row["loss"], row["reference"], _bucket(row)]
+        about += [", ".join(f"{loss:.3f}" for loss in compared) or "-", f"{len(compared)} of {len(row['seeds'])}"]
+        cells = []
+        for name in found["bounds"]:
+            entry = row.get(name)
+            if entry is None:
+                cells.append(row.get("verdict", "-"))
+                continue
+            difference = {**entry["difference"], "difference": entry["difference"]["mean"]}
+            verdict = f"; {entry['verdict']}" if "verdict" in entry else ""
+            text = difference_text(difference, digits=(2, 2))
+            cells.append(f"{entry['own']:z.2f} and {entry['at_reference']:z.2f}: {text}{verdict}")
+        rows.append([*about, *cells])
+    heads = ["model", "loss", "beside", "seen", "at held-out loss", "seeds", *found["bounds"].values()]
+    note = (
+        "Both runs of a seed at one held-out loss (nats a token), with which one of them ends and which the other has "
+        "on its way, as late as it has it; between two evaluations numbers are interpolated, and nothing "
+        "is extrapolated. In brackets: 95% intervals over articles, which do not include that held-out losses and "
+        "trainings vary. Verdicts are about the passages seen most often, with Holm's correction over all comparisons "
+        "in a column: less or more extractable than beside."
+    )
+    return Details("What can be extracted at equal held-out loss", heads, rows, note)
 
 
 def attacks(content: Content) -> Details:

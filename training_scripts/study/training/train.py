@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import hf_axonn
+from hf_axonn import GoldfishTrainer
 from hf_axonn.checkpoint.shard_files import checksum_of
+from hf_axonn_eval import ExtractionCallback, read_samples
 from hf_axonn_eval import load_model as load_to_ask
 from hf_axonn_eval.extraction.work_split import WorkSplit
+from hf_axonn_scripts.demo.pipeline import digest
 from hf_axonn_scripts.finetune import ModelArguments, load_model
 from hf_axonn_scripts.study.recipe.definition import ORDINARY, Model, Recipe, Run
-from hf_axonn_scripts.study.recipe.steps import STUDY, base_of, run_directory, tokenizer_of
+from hf_axonn_scripts.study.recipe.steps import STUDY, base_of, curve_directory, run_directory, tokenizer_of
 from hf_axonn_scripts.study.training.asking import ask, ask_canaries, record_of
 from hf_axonn_scripts.study.training.training import (
     TRAINING,
@@ -36,6 +39,7 @@ from hf_axonn_scripts.study.training.training import (
 
 
 EVALUATIONS = 10  # of a base training: the curve of the held-out loss
+AT_ONCE = 32  # passages in one pass, on the way of a continuation
 WEIGHTS = "float32"  # of all models, in training and when they are asked; mixed precision is bf16 of the recipe
 
 
@@ -108,7 +112,15 @@ class Work:
         return check_made(self.data / "canaries", self.data_step) if self.recipe.evaluation.canaries else None
 
     def prepare(
-        self, name: str, rows: str, training: Mapping[str, Any], loss: str, *, seed: int, base: bool = False
+        self,
+        name: str,
+        rows: str,
+        training: Mapping[str, Any],
+        loss: str,
+        *,
+        seed: int,
+        base: bool = False,
+        evaluations: int = 0,
     ) -> Callable[..., Any]:
         """Return `train` with its inputs; a call of it gives it the model, the settings and the target.
 
@@ -118,7 +130,8 @@ class Work:
             training: arguments of the Trainer.
             loss: name in the recipe.
             seed: of everything that is drawn.
-            base: whether it is a base training: rows are shuffled, and it is evaluated on the way.
+            base: whether it is a base training, whose rows are shuffled.
+            evaluations: on held-out text on the way; 0: at the start and at the end.
         Raises:
             ValueError: an input is not there yet, or as `make_arguments`.
         """
@@ -131,7 +144,7 @@ class Work:
             sequences=sequences,
             seed=seed,
             in_order=not base,
-            evaluations=EVALUATIONS if base else 0,
+            evaluations=evaluations,
         )
         return partial(
             train,
@@ -160,7 +173,8 @@ def train_base(work: Work, loss: str) -> None:
     recipe, model, training = work.recipe, work.model, work.recipe.base_training
     target = work.output / "base" / (model.name if loss == ORDINARY else f"{model.name}-{loss}")
     seed = training.get("seed", 0)
-    start = work.prepare(f"base-{loss}", "base.jsonl", training, loss, seed=seed, base=True)
+    about = {"seed": seed, "base": True, "evaluations": EVALUATIONS}
+    start = work.prepare(f"base-{loss}", "base.jsonl", training, loss, **about)
     settings = {
         "config": model.config,
         "training": training,
@@ -213,16 +227,32 @@ def continue_base(work: Work, run: Run) -> None:
     # What is missing is said before anything is loaded.
     work.find_base()
     samples, canaries = work.samples(run.seed), work.canaries()
-    start = work.prepare(run.name, rows, training, run.loss, seed=run.seed)
-    settings = work.settings(rows, training, run.loss, seed=run.seed)
+    points = work.recipe.evaluation.curve_points
+    start = work.prepare(run.name, rows, training, run.loss, seed=run.seed, evaluations=points)
+    about = {"seed": run.seed} | ({"curve_points": points} if points else {})
+    settings = work.settings(rows, training, run.loss, **about)
     work_split = WorkSplit.for_model(None)
     if work_split.on_rank_zero(lambda: is_trained(target, settings)):
         model = load_to_ask(target, grid=work.grid, dtype=WEIGHTS).model
         work.clock.lap("load")
     else:
         work_split.on_rank_zero(lambda: _remove(directory / "extraction", directory / "canaries.json"))
-        model, _ = start(work.base_model, settings=settings, target=target)
+        watch = _follow_curve(work, run, samples, settings) if points else None
+        model, _ = start(work.base_model, settings=settings, target=target, watch=watch)
     _ask(work, model, samples, canaries, directory, record_of(model, target))
+
+
+def _follow_curve(
+    work: Work, run: Run, samples: Path, settings: Mapping[str, Any]
+) -> Callable[[GoldfishTrainer], TrainerCallback]:
+    """Return the callback of a trainer that asks for every passage with each evaluation, in one pass each."""
+    return partial(
+        ExtractionCallback,
+        samples=read_samples(samples),
+        batch_size=AT_ONCE,
+        output=curve_directory(run, work.output),
+        fingerprint=digest(settings),
+    )
 
 
 def ask_base(work: Work) -> None:

@@ -235,6 +235,7 @@ def train(
     settings: Mapping[str, Any],
     clock: Clock,
     target: Path | None = None,
+    watch: Callable[[GoldfishTrainer], TrainerCallback] | None = None,
 ):
     """Train, or continue a training that was stopped, and save.
 
@@ -247,6 +248,7 @@ def train(
         settings: what decides the weights, as JSON. A training is continued only with the same.
         clock: has the parts load, train, evaluate and save.
         target: directory for the model; None: it is not saved.
+        watch: gives one more callback.
     Returns:
         The trained model, without what was only for training, and its held-out loss, in nats a token.
     Raises:
@@ -269,6 +271,8 @@ def train(
         callbacks=[SaveByTime(work_split)],
         frozen_model=make_model() if rival is not None and "frozen" in rival.sources else None,
     )
+    if watch is not None:
+        trainer.add_callback(watch(trainer))
     trainer.train(resume_from_checkpoint=True if resume else None)
     clock.lap("train")
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
