@@ -13,7 +13,7 @@ import torch
 
 from hf_axonn import parallel_state
 from hf_axonn_eval.extraction.kv_cache import Row, join_rows
-from hf_axonn_eval.extraction.scoring import core, device_of, first_largest, logits_after
+from hf_axonn_eval.extraction.scoring import core, device_of, first_largest, logits_after, read_logits
 
 
 @dataclass
@@ -90,7 +90,8 @@ class Decoder:
         # rows that are done go along until they are replaced, and see nothing but their own last token
         padding = [columns if request.done else columns - request.length for request in self._live]
         logits = logits_after(self.model, tokens, padding, keep=1, cache=self._cache)
-        choices = first_largest(logits[:, -1]).tolist()
+        (choices,) = read_logits(logits, lambda some: (first_largest(some),))
+        choices = choices[:, -1].tolist()
         for request, choice in zip(self._live, choices, strict=True):
             if not request.done:
                 request.last = choice

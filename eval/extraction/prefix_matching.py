@@ -11,7 +11,14 @@ import torch
 
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.extraction.kv_cache import Row, can_be_kept, empty_cache, is_filled, rows_of
-from hf_axonn_eval.extraction.scoring import device_of, first_choices, last_logits, logits_after, score_suffixes
+from hf_axonn_eval.extraction.scoring import (
+    device_of,
+    first_choices,
+    last_logits,
+    logits_after,
+    read_logits,
+    score_suffixes,
+)
 from hf_axonn_eval.metrics.text import first_miss
 
 
@@ -116,7 +123,7 @@ def _feed(
             model, torch.tensor(fed, device=device_of(model)), padding, keep=end - begin, cache=cache
         )
     true = torch.tensor([_padded_slice(sample.suffix, begin, end) for sample in samples], device=logits.device)
-    choices, leads = first_choices(logits, true)
+    choices, leads = read_logits(logits, first_choices, true)
     if leads.isnan().any():
         raise ValueError("the model's logits are not numbers (NaN): try --dtype float32.")
     return choices, leads

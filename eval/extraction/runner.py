@@ -194,7 +194,7 @@ class Runner(Asker):
         scores = scoring.score_suffixes(
             self.model,
             batch,
-            sampler=self.options.sampler if self.work_split.reports else None,
+            sampler=self.options.sampler if self.work_split.reports or scoring.spreads_logits(self.model) else None,
             tokenizer=self.tokenizer if self.options.membership else None,
             cache=cache,
         )

@@ -15,8 +15,9 @@ any other if the true token is that close to the first choice wherever it was mi
 """
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,14 +112,14 @@ def score_suffixes(
     logits = last_logits(model, rows, keep=keep, cache=cache)
     targets = _right_aligned([[*head.prefix, *head.suffix][1:] for head in heads], logits.device)
     whole, targets = targets, targets[:, -keep:]
-    logprobs, choices, leads = score_tokens(logits[:, -suffix:], targets[:, -suffix:])
-    ranks = token_ranks(logits[:, -suffix:], targets[:, -suffix:], leads)
-    drawn = _sampled_logprobs(sampler, logits[:, -suffix:], targets[:, -suffix:]) if sampler is not None else None
+    of_suffixes = logits if keep == suffix else logits[:, -suffix:]
+    of_tokens = read_logits(of_suffixes, functools.partial(_score_places, sampler), targets[:, -suffix:])
+    drawn = of_tokens[4] if sampler is not None else None
     statistics: list[Any] | None = None
     if tokenizer is not None:
         found = _divided_statistics(model, rows, whole) if divided else _statistics(logits, targets)
         statistics = [kind.tolist() for kind in found]
-    columns = [column.tolist() for column in (logprobs, choices, leads, ranks)]
+    columns = [column.tolist() for column in of_tokens[:4]]
     scores = []
     for place, (sample, beyond) in enumerate(zip(batch, after, strict=True)):
         row, size = placed[place], len(sample.suffix)
@@ -137,6 +138,13 @@ def score_suffixes(
             "dtype: try --dtype float32."
         )
     return scores
+
+
+def _score_places(sampler: Sampler | None, logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """Return what `score_tokens` does, ranks, and log-probabilities under a sampler if one is given; [B, T] each."""
+    logprobs, choices, leads = score_tokens(logits, targets)
+    drawn = () if sampler is None else (_sampled_logprobs(sampler, logits, targets),)
+    return logprobs, choices, leads, token_ranks(logits, targets, leads), *drawn
 
 
 def tokens_of(sample: Sample) -> int:
@@ -236,7 +244,24 @@ def _rows_at_once(logits: Tensor) -> int:
     return max(1, _LOGITS_AT_ONCE.get(logits.device.type, _LOGITS_AT_ONCE_ELSEWHERE) // logits.shape[-1])
 
 
-def last_logits(model, rows: Sequence[Sequence[int]], *, keep: int, cache=None) -> Tensor:
+@torch.no_grad()
+def read_logits(logits: Any, function: Callable[..., tuple[Tensor, ...]], *beside: Tensor) -> tuple[Tensor, ...]:
+    """Return what a function of each place by itself makes of logits [B, T, V] and of others [B, T]: [B, T] each.
+
+    Of `logits_after` over x and y each rank reads a share of the places; collective over x and y then.
+    """
+    return function(logits, *beside) if isinstance(logits, Tensor) else logits.map_positions(function, *beside)
+
+
+def spreads_logits(model) -> bool:
+    """Return whether `logits_after` gives each rank of x and y a share of the places to read, not all of them."""
+    parallel = parallel_state(model)
+    if parallel is None or parallel.grid.x * parallel.grid.y == 1 or parallel.grid.context > 1:
+        return False
+    return parallel.has_head
+
+
+def last_logits(model, rows: Sequence[Sequence[int]], *, keep: int, cache=None) -> Any:
     """Return logits [B, keep, V] at the last `keep` columns of rows of ids, padded on the left. One forward pass."""
     longest = max(map(len, rows))
     tokens = _right_aligned(rows, device_of(model))
@@ -244,10 +269,11 @@ def last_logits(model, rows: Sequence[Sequence[int]], *, keep: int, cache=None) 
 
 
 @torch.no_grad()
-def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, cache=None) -> Tensor:
+def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, cache=None) -> Any:
     """Return logits [B, keep, V] at the last `keep` places of `tokens`; only these are computed where the model can.
 
-    One forward pass; on a parallelized model collective over its x, y and z.
+    One forward pass; on a parallelized model collective over its x, y and z. Logits that x and y divide are formed
+    when they are read: by `read_logits` a share on each rank, by anything else in full on all.
 
     Args:
         tokens: ids [B, T], which follow what the cache holds.
@@ -258,7 +284,9 @@ def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, ca
     options = _options(model, tokens, padding, cache=cache)
     if "logits_to_keep" in parameters_of(model):
         options["logits_to_keep"] = keep
-    return model(input_ids=tokens, **options).logits[:, -keep:]
+    with parallel_state(model).context.spreading_logits() if spreads_logits(model) else contextlib.nullcontext():
+        logits = model(input_ids=tokens, **options).logits
+    return logits if logits.shape[1] == keep else logits[:, -keep:]
 
 
 def _options(model, tokens: Tensor, padding: Sequence[int], *, cache=None) -> dict[str, Any]:

@@ -98,6 +98,8 @@ class PassContext:
         wants_gradients: whether the last pass began with gradients on (`begin_forward`).
         defer_head: whether the head leaves its logits to the loss in this pass, in training with labels
             (`begin_forward`).
+        spreads_logits: whether the head leaves its logits to who reads them, a share of them on each rank of (x, y)
+            (`spreading_logits`).
         averaging: whether gradients are averaged, and who begins that.
         items_of_all: whether the num_items_in_batch of a pass are those of all ranks, and not of this (data, z) alone
             (`own_items`).
@@ -122,7 +124,7 @@ class PassContext:
         self.in_forward = False
         self.wants_gradients = False
         self.averaging = GradientAveraging()
-        self.defer_head = False
+        self.defer_head = self.spreads_logits = False
         self.items_of_all = True
         self.in_trainer = False
         self.share_factor = 1
@@ -229,6 +231,10 @@ class PassContext:
     def packing(self, packed: PackedWeights) -> AbstractContextManager[None]:
         """Multiply by packed copies in passes without gradients inside, in which no weight may change."""
         return replace_attributes({(self, "packed"): packed})
+
+    def spreading_logits(self) -> AbstractContextManager[None]:
+        """Return `DeferredLogits` from passes inside, which are without gradients, for `map_positions`."""
+        return replace_attributes({(self, "spreads_logits"): True})
 
     def own_items(self) -> AbstractContextManager[None]:
         """Take the num_items_in_batch of passes inside as those of this (data, z) alone."""

@@ -52,6 +52,7 @@ class ParallelState:
         matmul: computes the products: the tuner, or a plain matmul.
         context: the pass that is under way.
         weights: the sharded weights, in the order of their modules (`weight_of`).
+        has_head: whether the head is sharded and can leave the logits to the loss or a reader (`set_head`).
         four_bit: whether there are weights of 4 bits.
         sharded_layers: module -> what runs in place of its forward (`add_layer`).
         compile_options: of the code between sharded layers that is compiled (`compile_with`); None if it is eager.
@@ -81,6 +82,7 @@ class ParallelState:
         self.overlap_all_reduce = config.overlap.all_reduce
         self.tuner = MatmulTuner() if config.tune_matmuls else None
         self.matmul: Matmul = self.tuner or plain
+        self.has_head = False
         self.context = PassContext(config, mesh)
         self.weights: list[ShardedWeight] = []
         self._weight_of_parameter: dict[int, ShardedWeight] = {}
@@ -178,6 +180,10 @@ class ParallelState:
             ahead.set_bundle_size(prefetch * self.grid_mesh.size("x", "y"), lambda group: group.bytes)
         else:
             ahead.set_bundle_size(max(sizes.values(), default=1), lambda group: group.elements)
+
+    def set_head(self, *, defers: bool) -> None:
+        """Note whether the head can leave its logits to the loss or a reader: not where an adapter changes them."""
+        self.has_head = defers
 
     def compile_with(self, options: dict[str, Any]) -> None:
         """Compile the code between sharded layers from now on, with these options of `torch.compile`."""

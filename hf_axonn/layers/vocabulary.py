@@ -6,7 +6,8 @@ positions and masks off its shape. The head has two ways:
     full logits      [B, S, V] on every rank of (x, y), as from any HF model; callers repeat their work on them
     deferred         in training with labels: the loss takes hidden states and weight from `DeferredLogits` and forms
                      logits chunk by chunk (losses/head_chunks.py), never in full, whether or not the decoder is
-                     sharded by blocks
+                     sharded by blocks; in evaluation, where that is asked for (`PassContext.spreading_logits`), each
+                     rank forms and reads those of its share of the tokens
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,14 @@ from torch import Tensor, nn
 
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.torch import assert_on_device
-from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, gather_replicated, world_rank
+from hf_axonn.distributed.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_backward,
+    all_to_all,
+    gather_replicated,
+    world_rank,
+)
 from hf_axonn.distributed.consistency import raise_together
 from hf_axonn.distributed.mesh import ROWS, SAME_SAMPLES, TOKENS
 from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
@@ -171,8 +179,10 @@ def _warn_of_own_means(ranks: int) -> None:
 
 
 def defers(hidden: Tensor, state: ParallelState) -> bool:
-    """Return whether a head that gets this leaves its logits to the loss."""
-    return state.context.defer_head and (state.context.tokens is not None or hidden.dim() == 3)
+    """Return whether a head that gets this leaves its logits to the loss, or to who reads them."""
+    return (state.context.defer_head or state.context.spreads_logits) and (
+        state.context.tokens is not None or hidden.dim() == 3
+    )
 
 
 def own_tokens(hidden: Tensor, state: ParallelState) -> tuple[Tensor, Tokens]:
@@ -218,12 +228,24 @@ class Head:
     def full_logits(self, hidden: Tensor) -> Tensor:
         """[..., H], the same on all ranks of (x, y) -> [..., V]."""
         mesh, size = self.state.grid_mesh, self.linear.out_features
-        (local,) = self.product().run(all_reduce_backward(hidden, mesh.group("x", "y")))
-        bias = self.local_bias()
-        if bias is not None:
-            local = local + bias.to(local.dtype)
+        local = self._local_logits(all_reduce_backward(hidden, mesh.group("x", "y")))
         blocks = gather_replicated(local.reshape(-1, local.shape[-1]), mesh.group("x", "y"))
         return in_order(blocks, size, mesh, dim=1).view(*hidden.shape[:-1], size)
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """This rank's tokens [1, T/(x*y), H] -> their logits [1, T/(x*y), V]. All-gathers over z of the weight and
+        over (x, y) of the tokens, all-to-all over (x, y) of the logits."""
+        mesh, size = self.state.grid_mesh, self.linear.out_features
+        group = mesh.group("x", "y")
+        local = self._local_logits(all_gather(hidden.squeeze(0), group).flatten(0, 1))
+        blocks = all_to_all(local.view(group.size(), -1, local.shape[-1]), group)
+        return in_order(blocks, size, mesh, dim=1).unsqueeze(0)
+
+    def _local_logits(self, hidden: Tensor) -> Tensor:
+        """[..., H], the same on all ranks of (x, y) -> this rank's part of the vocabulary [..., V/(x*y)]."""
+        (local,) = self.product().run(hidden)
+        bias = self.local_bias()
+        return local if bias is None else local + bias.to(local.dtype)
 
     def full_weight(self) -> Tensor:
         """See `_full_weight`."""
@@ -311,17 +333,26 @@ class DeferredLogits:
     def map_positions(self, function: Callable[..., tuple[Tensor, ...]], *beside: Tensor) -> tuple[Tensor, ...]:
         """Return what `function` makes of logits [B, L, V] and of `beside`, for whole rows: [B, S] each.
 
-        Where context divides rows, it is called with the logits of this rank's positions, and no others are formed.
-        Collectives: those of `full()`, with the results [B, L] in place of the logits over context.
+        Each rank calls it with logits of tokens of its own, and no others are formed: of its positions where context
+        divides rows, of its share [1, T/(x*y), V] where (x, y) has several ranks. Without gradients.
+        Collectives: those of `Head.own_logits`, and all-gathers of the results over (x, y) and context.
 
         Args:
             function: of (logits [B, L, V], others [B, L]) -> tensors [B, L]; of each position by itself.
             beside: [B, S], what else it needs at each position.
         """
-        if self.rows is None:
+        if self.rows is not None:
+            own = self.without_rows().map_positions(function, *(self.rows.take(each) for each in beside))
+            return tuple(self.rows.gather(each) for each in own)
+        mesh, tokens = self.head.state.grid_mesh, replace(self.tokens, features=0)
+        if mesh.size("x", "y") == 1:
             return function(self.full(), *beside)
-        own = function(self.without_rows().full(), *(self.rows.take(each) for each in beside))
-        return tuple(self.rows.gather(each) for each in own)
+        logits = self.head.own_logits(self.hidden)
+        for adapter in self.beside:
+            logits = logits + F.linear(adapter.low, replicated_local(adapter.up, mesh, ())).to(logits.dtype)
+        others = (take_tokens(each.unsqueeze(-1), tokens, mesh).squeeze(-1) for each in beside)
+        results = function(self.apply_steps(logits), *others)
+        return tuple(gather_tokens(each.unsqueeze(-1), tokens, mesh).squeeze(-1) for each in results)
 
     def without_rows(self) -> DeferredLogits:
         """Return the logits of this rank's positions alone, of rows that context divides."""

@@ -39,7 +39,6 @@ class ShardedModel(ParallelState):
         attention_axes: the axes that divide the heads of attention blocks (`take_plan`).
         blocks: entry of a block -> its Block (`add_block`).
         readings: the methods that use parameters of other modules (`add_reading`).
-        has_head: whether the head is sharded and can leave the logits to the loss (`set_head`).
         regions: module -> its compiled code (`add_regions`); empty if eager.
         pipeline: the stages of a model that is divided over pipe (`set_pipeline`); None of others.
         check_batch: compares what a pass is given over the ranks that share samples.
@@ -62,7 +61,6 @@ class ShardedModel(ParallelState):
         self.attention_axes: tuple[str, ...] = ()
         self.blocks: dict[nn.Module, Block] = {}
         self.readings: list[Reading] = []
-        self.has_head = False
         self.regions: Mapping[nn.Module, Region] = {}
         self.pipeline: Pipeline | None = None
         self.check_batch = BatchCheck(mesh, model)
@@ -149,10 +147,6 @@ class ShardedModel(ParallelState):
     def add_reading(self, reader: Reader) -> None:
         """Let a method that uses parameters of other modules see them as plain tensors."""
         self.readings.append(Reading(self, reader))
-
-    def set_head(self, *, defers: bool) -> None:
-        """Note whether the head can leave its logits to the loss: not where an adapter changes them."""
-        self.has_head = defers
 
     def add_regions(self, regions: Mapping[nn.Module, Region]) -> None:
         """Note the compiled code of modules."""

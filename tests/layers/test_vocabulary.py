@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_axonn import parallelize
+from hf_axonn import parallel_state, parallelize
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.topology.grid import Grid
 from tests.helpers.devices import seeded
@@ -51,10 +51,30 @@ def same_as_one_process(size, padding_idx):
         ]
         output = model(ids)
         torch.testing.assert_close(output, expected)
+        check_spread_logits(model, ids[:, 1:], expected[:, 1:].detach())  # tokens that no four ranks share evenly
         (output * weights).sum().backward()
         sync_gradients(model)
         for (name, parameter), its in zip(model.named_parameters(), truth.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad.full_tensor(), its.grad, msg=f"{name} {grid}")
+
+
+def check_spread_logits(model, ids, expected):
+    """Each rank forms logits of its share of the tokens, and all get what each makes of them."""
+    shapes = []
+
+    def read(logits, words):
+        shapes.append(logits.shape)
+        return logits.gather(-1, words.unsqueeze(-1)).squeeze(-1), logits.argmax(-1)
+
+    with torch.no_grad(), parallel_state(model).context.spreading_logits():
+        logits = model(ids)
+        of_words, largest = logits.map_positions(read, ids)
+        assert logits.shape == expected.shape and logits._full is None
+    torch.testing.assert_close(of_words, expected.gather(-1, ids.unsqueeze(-1)).squeeze(-1))
+    assert torch.equal(largest, expected.argmax(-1))
+    torch.testing.assert_close(logits.full(), expected)
+    ranks = parallel_state(model).grid_mesh.size("x", "y")
+    assert shapes == [(1, -(-ids.numel() // ranks), expected.shape[-1])]
 
 
 @pytest.mark.parametrize("size", [11, 3])

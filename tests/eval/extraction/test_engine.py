@@ -246,6 +246,21 @@ def test_membership_over_context_forms_logits_of_a_ranks_positions_alone():
             assert scores == pytest.approx(expected, abs=1e-10, rel=0)
 
 
+def asked_without_full_logits(grid, samples) -> list:
+    """Return answers over a grid on which no rank may form all logits."""
+    model = hf_axonn.parallelize(family("llama"), grid)[0]
+    with Float64(), mock.patch.object(Head, "full_logits", side_effect=AssertionError("full logits")):
+        for options in ({"sampler": Sampler(top_k=20)}, {"stop_early": True}):
+            answers = extract(model, None, samples, batch_size=3, progress=False, **options)
+    return answers
+
+
+def test_ranks_of_x_read_logits_of_a_share_of_the_places():
+    samples = parting_samples(family("llama"), 5)
+    answers, others = run_ranks(asked_without_full_logits, 2, Grid(x=2), samples)
+    assert len(answers) == 5 and others == []
+
+
 def documents(samples) -> list[list[int]]:
     return [[*sample.prefix, *sample.suffix] for sample in samples]
 
