@@ -42,7 +42,7 @@ from hf_axonn.layers.norms import NormKind
 # [B, S, C, H] or [B, S, C * H].
 COPIES_FIRST, COPIES_LAST = re.compile(r"AltUp$"), re.compile(r"HyperConnection$|HyperHead$|GatedResidual$")
 PER_TOKEN = re.compile(
-    rf"Norm|Rotary|Dropout|Identity|Router|Activation|Laurel|Gat(e|ing)$|Experts$|{COPIES_FIRST.pattern}"
+    rf"Norm|Rotary|Dropout|Identity|Router|Activation|Laurel|Gate$|Experts$|{COPIES_FIRST.pattern}"
     rf"|{COPIES_LAST.pattern}"
 )
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")

@@ -186,11 +186,11 @@ FAMILIES: dict[str, tuple[BlockSpec, ...] | Callable[[Any], tuple[BlockSpec, ...
     "deepseek_v4": (
         # One head of keys, which are its values too, beside keys of compressed rows; heads end in low ranks by groups.
         BlockSpec(
-            {"self_attn.q_b_proj": ("query",)},
-            "self_attn.o_b_proj",
-            "self_attn",
-            True,
-            dict.fromkeys(("config.o_groups", "num_key_value_groups", "o_a_proj.n_groups"), "query"),
+            columns={"self_attn.q_b_proj": ("query",)},
+            row="self_attn.o_b_proj",
+            entry="self_attn",
+            is_attention=True,
+            attributes=dict.fromkeys(("config.o_groups", "num_key_value_groups", "o_a_proj.n_groups"), "query"),
             latent=tuple(f"self_attn.{name}" for name in ("q_a_proj", "q_a_norm", "kv_proj", "kv_norm")),
             shared={"self_attn.kv_norm": "", "self_attn.compressor": ""},
             parts={"self_attn.o_a_proj.weight": 0},

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hf_axonn.distributed.collectives import all_gather, all_reduce, all_to_all, exchange_rows, gather_replicated
 from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.engine.activation_layouts import pad_dim
 from hf_axonn.engine.documents import document_ids_from_position_ids, starts_of
 from hf_axonn.engine.dtensors import scale_gradient
 
@@ -124,14 +125,7 @@ class Rows:
     def to_positions(self, whole: Tensor) -> Tensor:
         """[B, S, F] of whole rows, other features on each rank of context -> this rank's positions of the features of
         all, [B, L, context * F]. All-to-all over context, both ways."""
-        missing = whole.new_zeros(len(whole), self.filled, *whole.shape[2:])
-        filled = torch.cat([whole, missing], dim=1) if self.filled else whole
-        if self.striped:
-            first, second = filled.unflatten(1, (2, self.parts, self.stripe)).unbind(1)
-            blocks = torch.cat([first, second.flip(1)], dim=2)
-        else:
-            blocks = filled.unflatten(1, (self.parts, self.own_length))
-        arrived = all_to_all(blocks.movedim(1, 0).contiguous(), self.mesh.group("context"))
+        arrived = all_to_all(self._dealt(whole), self.mesh.group("context"))
         return arrived.movedim(0, -2).flatten(-2)
 
     def with_reach(self, own: Tensor, reach: int) -> list[Tensor]:
@@ -173,3 +167,12 @@ class Rows:
             first, second = blocks.unflatten(2, (2, self.stripe)).unbind(2)
             blocks = torch.cat([first, second.flip(0)])
         return blocks.movedim(0, 1).flatten(1, 2).narrow(1, 0, self.length)
+
+    def _dealt(self, whole: Tensor) -> Tensor:
+        """Whole rows [B, S, ...] -> the positions of each rank [context, B, L, ...], zeros behind the end of the row.
+        The inverse of `_in_rows`; no communication."""
+        filled = pad_dim(whole, 1, self.length + self.filled)
+        if not self.striped:
+            return filled.unflatten(1, (self.parts, self.own_length)).movedim(1, 0).contiguous()
+        first, second = filled.unflatten(1, (2, self.parts, self.stripe)).unbind(1)
+        return torch.cat([first, second.flip(1)], dim=2).movedim(1, 0).contiguous()

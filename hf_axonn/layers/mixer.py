@@ -82,9 +82,9 @@ class MixerBlock(Block):
         rows = self.state.context.rows if self.exchanges else None
         if rows is None:
             return self.column.enter(hidden, early=self.direct and mask is None)
-        masks = self.masks and mask is not None
-        passing = self.column.enter(hidden, early=not masks)
-        if masks:
+        masked = mask is not None and self.masks
+        passing = self.column.enter(hidden, early=not masked)
+        if mask is not None and masked:
             if mask.shape[1:] != (rows.length,):
                 raise ValueError(
                     f"{type(self.mixer).__name__} got an attention mask {list(mask.shape)}, but over context it takes "

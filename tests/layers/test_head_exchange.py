@@ -5,11 +5,12 @@ import torch
 import torch.distributed as dist
 
 from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.layers.head_exchange import HeadExchange
+from hf_axonn.layers.head_exchange import HeadExchange, RowExchange
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.heads import (
     Heads,
     arriving_features,
+    divide_with_context,
     feature_ranges,
     feature_slice,
     is_own_slice,
@@ -39,6 +40,29 @@ def case(name, grid, rank):
     heads = Heads.divide(query, kv, mesh) if query else None
     size = sum(getattr(heads, kind) if heads else 1 for kind in segments) * width
     return size, segments, heads, mesh
+
+
+# Packed parts, and sizes; heads of another width in each part, groups that ranks share, channels of no head.
+OVER_CONTEXT = {
+    "Mamba 2": (("query:3", "query:3", "kv:2", "kv:2", "query:1"), 8, 2, 0, 8 * 7 + 2 * 4),
+    "a delta net": (("kv:2", "kv:2", "query:3"), 8, 4, 0, 4 * 4 + 8 * 3),
+    "channels": (("own", "own"), 0, 0, 16, 32),
+}
+
+
+@pytest.mark.parametrize("grid", [Grid(z=2, context=2), Grid(z=4, x=2, context=2), Grid(z=4, y=2, context=4)], ids=str)
+@pytest.mark.parametrize("name", OVER_CONTEXT)
+def test_each_rank_of_context_is_sent_the_features_of_its_heads(name, grid):
+    segments, query, kv, channels, size = OVER_CONTEXT[name]
+    for rank in range(grid.size):
+        mesh = fake_mesh(grid, rank)
+        outer = HeadExchange(size, segments, Heads.divide(query, kv, mesh) if query else None, mesh)
+        inner = divide_with_context(query, kv, channels, mesh)
+        blocks = RowExchange(outer, size, segments, inner, mesh).blocks(torch.cat(outer.indices)[None, None])
+        for index, block in enumerate(blocks):
+            found = feature_ranges(size, segments, inner, mesh.move(("context",), index))
+            assert block.flatten().tolist() == [its for part in found for run in part.ranges for its in run]
+    assert divide_with_context(query and 6, kv, channels and 18, fake_mesh(Grid(z=4, context=4), 0)) is None
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

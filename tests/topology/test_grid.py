@@ -58,6 +58,7 @@ def test_context_divides_z_and_varies_fastest_inside_it():
     place = grid.place(8 + 3 * 2 + 1)
     assert [place.index(axis) for axis in ("data", "z", "rows", "context", "x")] == [1, 3, 1, 1, 1]
     assert place.index("data", "rows") == 3 and place.size("data", "rows") == 4
+    assert [place.move(("x", "context"), index).index("rows", "context", "x") for index in range(4)] == [4, 6, 5, 7]
     assert grid.ranks_along(("context",), 15) == [13, 15]
     assert grid.ranks_along(("rows",), 15) == [11, 15]
     assert grid.ranks_along(("z",), 15) == grid.ranks_along(("rows", "context"), 15) == [9, 11, 13, 15]
