@@ -17,6 +17,8 @@ from transformers import (
     MambaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from hf_axonn_eval import Sample
@@ -51,11 +53,26 @@ FAMILIES = {
     "mamba": (MambaForCausalLM, MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)),
 }
 
+MIXTURES = {
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **_SIZES,
+            num_key_value_heads=2,
+            head_dim=8,
+            moe_intermediate_size=24,
+            num_experts=4,
+            num_experts_per_tok=2,
+            experts_implementation="eager",
+        ),
+    ),
+}
+
 
 def family(name: str, dtype: torch.dtype = torch.float64):
     """A model with weights that make its answers differ from place to place."""
     torch.manual_seed(0)
-    kind, config = FAMILIES[name]
+    kind, config = (FAMILIES | MIXTURES)[name]
     config._attn_implementation = "eager" if name == "gemma2" else None
     model = kind(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(1)

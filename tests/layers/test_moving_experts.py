@@ -27,6 +27,7 @@ from tests.layers.test_moe import (
     NUMBER,
     Called,
     Planned,
+    biased,
     errors,
     frozen_experts,
     gathered,
@@ -52,7 +53,11 @@ def case(kind, name="", **options):
 
 def test_moved_experts_equal_one_process():
     """Ranks have two, one or no expert, cut by blocks and Linear by Linear; the larger part is below."""
-    again = functools.partial(checkpointed, reentrant=False)
+
+    def again(model):
+        biased(model)
+        checkpointed(model, reentrant=False)
+
     short = {"num_hidden_layers": 1}
     assert not errors(
         Planned([case("qwen3_moe", steps=3), case("deepseek_v3", "again", before=again)], [Grid(z=2, x=2)]),
@@ -64,7 +69,16 @@ def test_moved_experts_equal_one_process():
 @pytest.mark.slow
 @pytest.mark.parametrize("grids", [[Grid(z=2), Grid(x=2), Grid(y=2)], FOUR, [Grid(z=2, x=3)]], ids=["2", "4", "6"])
 def test_moved_experts_of_every_kind_on_every_grid(grids):
-    assert not errors(Planned([case(kind, steps=3) for kind in CHOOSING], grids))
+    normed = case("qwen3_moe", "normed", changes={"norm_topk_prob": True})
+    corrected = case("deepseek_v3", "corrected", before=biased)
+    assert not errors(Planned([*(case(kind, steps=3) for kind in CHOOSING), normed, corrected], grids))
+
+
+def test_the_correction_changes_what_routers_choose():
+    plain, other = make("deepseek_v3"), make("deepseek_v3")
+    biased(other)
+    with exact(), torch.no_grad():
+        assert plain(**tiny_batch(2, 7)).loss != other(**tiny_batch(2, 7)).loss
 
 
 @pytest.mark.slow

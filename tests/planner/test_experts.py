@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -33,6 +34,7 @@ from hf_axonn.topology.experts import bytes_sent, expert_owners
 from hf_axonn.topology.grid import Grid
 
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 SIZES = dict(vocab_size=4096, hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4)
 ROUTED = dict(num_experts=12, decoder_sparse_step=1, mlp_only_layers=[])
 CONFIG = Qwen3MoeConfig(
@@ -102,7 +104,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("kind", ["qwen2_moe", "granitemoeshared", *map(SLOW, ("qwen3_moe", "deepseek_v3"))])
 def test_tokens_travel_beside_shared_experts(kind):
     """The groups of the shared experts, which are called before or after the others, or outside of the mixture."""
     options, count = SHARED[kind]

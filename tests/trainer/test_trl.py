@@ -63,17 +63,19 @@ CASES = {
     # The head is then one that PEFT has wrapped, and whose logits are formed.
     "a saved head beside LoRA": dict(packing=True, peft_config=lora(modules_to_save=["lm_head"])),
 }
+# On one grid, and slow.
+MORE = {"goldfish of experts": dict(kind="qwen3_moe", sizes=EXPERTS, packing=True)}
 FIRST, REST = list(CASES)[:3], list(CASES)[3:]
 
 
 def run(output: Path, grid: Grid | None, case: str):
-    options = dict(CASES[case])
+    options = dict((CASES | MORE)[case])
     if "eval_rows" in options:  # one batch, as TRL takes means of batches
         options["per_device_eval_batch_size"] = options["eval_rows"] // (grid.dp_size if grid else 1)
     sizes = options.pop("sizes", None)
     model = tiny_model(options.pop("kind"), **sizes) if sizes else None
     history, *found = fine_tune(output, grid, model=model, **options)
-    if "eval_rows" in CASES[case]:
+    if "eval_rows" in (CASES | MORE)[case]:
         history[-1].pop("eval_loss")  # of the tokens of each rank a mean, of which TRL takes the mean
     return history, *found
 
@@ -138,7 +140,7 @@ def test_two_ranks_equal_one_process(tmp_path, truths):
 def test_four_ranks_equal_one_process(tmp_path, truths):
     packed, padded, adapters = FIRST
     z2x2, z2y2 = Grid(z=2, x=2), Grid(z=2, y=2)
-    pairs = [(z2x2, packed), (z2x2, adapters), (z2y2, padded)]
+    pairs = [(z2x2, packed), (z2x2, adapters), (z2y2, padded), (z2x2, "goldfish of experts")]
     check(tmp_path, truths, pairs)
 
 
