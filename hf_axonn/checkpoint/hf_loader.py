@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.checkpoint.four_bit_loading import is_stored_in_bytes, loading_hooks
 from hf_axonn.checkpoint.lazy_tensors import LazyTensor, Region, read, unread
 from hf_axonn.compat.replaced import replace_attributes
-from hf_axonn.compat.transformers import collected_tensors_are_numbered
+from hf_axonn.compat.transformers import collected_tensors_are_numbered, note_what_is_read
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.four_bit import keep_marks
 
@@ -64,6 +64,7 @@ def distribute_when_built(
     finalize = PreTrainedModel._finalize_model_loading
 
     def finalize_and_note(model: PreTrainedModel, load_config: Any, info: Any) -> Any:
+        note_what_is_read(model)
         info = finalize(model, load_config, info)
         missing.update(info.missing_keys)
         return info

@@ -109,6 +109,16 @@ def is_read(module: nn.Module) -> None:
     module._is_hf_initialized = True  # type: ignore[assignment]
 
 
+def note_what_is_read(model: nn.Module) -> None:
+    """Tell the loader which modules have all of their values, inside of them too. It passes over parameters that have
+    theirs, but lets a module's class compute what it would begin with, in shards as HY-V4's does, which torch cannot.
+    """
+    for module in model.modules():
+        values = [*module.parameters(), *module.buffers()]
+        if values and all(getattr(value, "_is_hf_initialized", False) for value in values):
+            is_read(module)
+
+
 def wrap_checkpointing(layer: nn.Module, wrap: Callable[[Callable], Callable]) -> None:
     """Replace the function with which a layer under gradient checkpointing runs its forward."""
     layer._gradient_checkpointing_func = wrap(layer._gradient_checkpointing_func)
