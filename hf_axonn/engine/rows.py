@@ -125,7 +125,7 @@ class Rows:
     def to_positions(self, whole: Tensor) -> Tensor:
         """[B, S, F] of whole rows, other features on each rank of context -> this rank's positions of the features of
         all, [B, L, context * F]. All-to-all over context, both ways."""
-        arrived = all_to_all(self._dealt(whole), self.mesh.group("context"))
+        arrived = all_to_all(self._deal(whole), self.mesh.group("context"))
         return arrived.movedim(0, -2).flatten(-2)
 
     def with_reach(self, own: Tensor, reach: int) -> list[Tensor]:
@@ -168,7 +168,7 @@ class Rows:
             blocks = torch.cat([first, second.flip(0)])
         return blocks.movedim(0, 1).flatten(1, 2).narrow(1, 0, self.length)
 
-    def _dealt(self, whole: Tensor) -> Tensor:
+    def _deal(self, whole: Tensor) -> Tensor:
         """Whole rows [B, S, ...] -> the positions of each rank [context, B, L, ...], zeros behind the end of the row.
         The inverse of `_in_rows`; no communication."""
         filled = pad_dim(whole, 1, self.length + self.filled)

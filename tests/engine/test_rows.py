@@ -30,7 +30,7 @@ def test_every_position_is_on_one_rank_and_comes_back_to_its_place(striped, cont
     assert dealt == list(range(length))
     for rows, part in zip(ranks, parts, strict=True):
         assert torch.equal(rows._in_rows(torch.stack(parts)), whole)
-        assert torch.equal(rows._dealt(whole), torch.stack([rows.take(whole) for rows in ranks]))
+        assert torch.equal(rows._deal(whole), torch.stack([rows.take(whole) for rows in ranks]))
         assert part[0].tolist() == sorted(part[0].tolist(), key=lambda place: (place < 0, place)), "in their order"
         assert sum(part[0].tolist().count(-1) for part in parts) == rows.filled
 
