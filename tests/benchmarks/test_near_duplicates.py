@@ -1,0 +1,105 @@
+"""tests/benchmarks/goldfish/near_duplicates.py: what is counted is the closed form, and what copies reveal is so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+from hf_axonn import goldfish_mask
+from tests.benchmarks.goldfish import near_duplicates as study
+from tests.benchmarks.goldfish import near_duplicates_trained as trained
+from tests.helpers.models import tiny_model
+from tests.study.made_up import prose, write_lines
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = Tokenizer(BPE())
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    made.train_from_iterator([prose(0, 20_000)], BpeTrainer(vocab_size=400, initial_alphabet=ByteLevel.alphabet()))
+    return made
+
+
+@pytest.mark.parametrize(("k", "width", "rate", "copies"), [(4, 13, 0.05, 8), (2, 4, 0.1, 2), (3, 25, 0.02, 16)])
+def test_what_is_counted_is_the_closed_form(monkeypatch, k, width, rate, copies):
+    monkeypatch.setattr(study, "DOCUMENTS", 60)
+    setting = {"k": k, "context_width": width, "edit_rate": rate, "copies": copies}
+    share = study.hidden_share(**setting)
+    tokens = 60 * (study.LENGTH - 2 * width)
+    assert study.count_hidden(**setting) == pytest.approx(share, abs=6 * (share * (1 - share) / tokens) ** 0.5)
+
+
+def test_exact_copies_hide_one_in_k_and_copies_without_anything_in_common_none():
+    for k in (2, 4, 128):
+        assert study.hidden_share(k=k, context_width=13, edit_rate=0.0, copies=32) == pytest.approx(1 / k)
+        one = study.hidden_share(k=k, context_width=13, edit_rate=0.1, copies=1)
+        assert one == pytest.approx(1 - 0.9 * (1 - 1 / k)), "replaced, or dropped"
+    assert study.hidden_share(k=4, context_width=50, edit_rate=0.1, copies=32) < 1e-4
+
+
+@pytest.mark.parametrize("kind", study.KINDS)
+def test_edits_keep_the_places_of_tokens(kind):
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(study.VOCABULARY, (4000,), generator=draw)
+    copy, places = study.edit(tokens, 0.3, kind, draw)
+    there = places >= 0
+    assert torch.equal(copy[there], tokens[places[there]]) and (places[there].diff() > 0).all()
+    assert there.sum() / 4000 == pytest.approx(0.7 if kind == study.KINDS[0] else 0.8, abs=0.03)
+    assert abs(len(copy) - 4000) < 100
+    same, places = study.edit(tokens, 0.0, kind, draw)
+    assert torch.equal(same, tokens) and torch.equal(places, torch.arange(4000))
+
+
+def test_a_copy_reveals_its_kept_labels():
+    tokens = torch.arange(100, 200)
+    options = {"k": 4, "context_width": 3}
+    kept = ~goldfish_mask(tokens[None], **options)[0]
+    assert torch.equal(study.revealed(torch.stack([tokens, torch.arange(100)]), 100, **options), kept)
+    shifted = torch.stack([tokens, torch.arange(100) - 1])
+    assert torch.equal(study.revealed(shifted, 100, **options)[:-1], kept[1:])
+
+
+def test_texts_that_differ_reveal_more_and_exact_ones_do_not(tokenizer):
+    texts, options = [prose(seed, 1500) for seed in (1, 2)], {"k": 4, "context_width": 4}
+
+    def share(variant, copies):
+        return study.hidden_characters(texts, tokenizer, variant, copies, **options)
+
+    once = share("exact", 1)
+    assert once == pytest.approx(0.25, abs=0.08) and share("exact", 3) == once
+    assert max(share("line breaks", 3), share(study.SEGMENTED, 3)) < 0.9 * once
+    assert share("doubled spaces after sentences", 2) <= once and tokenizer.model.dropout is None
+
+
+def test_labels_are_repeated_where_their_window_is():
+    common = list(range(10))
+    documents = [[100 * number, *common, 100 * number + 1] for number in range(1, 6)]
+    assert study.repeated_labels(documents, 10) == pytest.approx(1 / 2), "of two windows behind the first place"
+    assert study.repeated_labels(documents, 11) == 0
+    assert study.repeated_labels(documents[:4], 10) == 0, "four documents are fewer than MANY"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_dropped_tokens_of_exact_copies_are_not_learnt_and_those_of_edited_ones_are(tmp_path, monkeypatch, capsys):
+    """A tiny model on random passages, of which nothing can be guessed."""
+    monkeypatch.setattr(trained, "RATES", (0.0, 0.2))
+    monkeypatch.setattr(trained, "UNSEEN", 2)
+    monkeypatch.setattr(trained, "WIDTHS", (13,))
+    monkeypatch.setattr(trained, "COPIES", 60)
+    tiny_model("llama", vocab_size=64).save_pretrained(tmp_path / "base" / "tiny")
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(64, (40,), generator=draw).tolist() for _ in range(36)]
+    lines = [{"id": f"{n}#0", "article": str(n), "input_ids": row} for n, row in enumerate(rows)]
+    write_lines(tmp_path / "data" / "study" / "passages.jsonl", lines)
+    trained.main(["--study", str(tmp_path), "--model", "tiny"])
+    printed = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+    right = {(loss, rate): [float(cell.split()[0]) for cell in cells] for loss, rate, *cells in printed}
+    assert set(right) == {(loss, rate) for loss in ("ordinary", "h = 13") for rate in ("0%", "20%", "not seen")}
+    assert right["h = 13", "0%"][1] < 0.3 < right["h = 13", "20%"][1], "dropped tokens"
+    assert right["h = 13", "0%"][2] > 0.6 and right["ordinary", "0%"][1] > 0.6
+    assert max(right["h = 13", "not seen"]) < 0.2
