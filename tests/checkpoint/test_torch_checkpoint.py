@@ -80,10 +80,15 @@ def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def write(names: list[str], folder: Path) -> None:
+def write(names: list[str], folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Save each kind; returns what it has in memory, in full, of a pipeline this rank's stages."""
+    held = {}
     for name in names:
-        dcp.save(states(*trained(name)), checkpoint_id=folder / name)
+        state = states(*trained(name))
+        held[name] = whole(state)
+        dcp.save(state, checkpoint_id=folder / name)
         dist.barrier()
+    return held
 
 
 def read(names: list[str], sources: list[str], folder: Path) -> list[str]:
@@ -110,16 +115,24 @@ def read(names: list[str], sources: list[str], folder: Path) -> list[str]:
     return wrong
 
 
-def keep_truth(sources: list[str], folder: Path) -> None:
-    """Keep what a process without a group reads of each source."""
-    for source in sources:
+def keep_truth(ranks: list[dict[str, dict[str, torch.Tensor]]], folder: Path) -> list[str]:
+    """Keep what a process without a group reads of each source; returns what is not what the ranks had in memory."""
+    wrong = []
+    for source in ranks[0]:
         state = states(*made(ALONE, seed=7))
         dcp.load(state, checkpoint_id=folder / source, no_dist=True)
-        torch.save(whole(state), folder / f"{source}.pt")
+        found = whole(state)
+        torch.save(found, folder / f"{source}.pt")
+        assert {key for rank in ranks for key in rank[source]} == found.keys(), source
+        for number, rank in enumerate(ranks):
+            wrong += [f"{source}, rank {number}: {k}" for k, v in rank[source].items() if not torch.equal(v, found[k])]
+    return wrong
 
 
-def write_alone(folder: Path) -> None:
-    dcp.save(states(*trained(ALONE)), checkpoint_id=folder / ALONE, no_dist=True)
+def write_alone(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    state = states(*trained(ALONE))
+    dcp.save(state, checkpoint_id=folder / ALONE, no_dist=True)
+    return {ALONE: whole(state)}
 
 
 def pass_whole_states(names: list[str]) -> list[str]:
@@ -145,11 +158,9 @@ def pass_whole_states(names: list[str]) -> list[str]:
 @pytest.mark.slow
 def test_every_grid_and_back(tmp_path):
     pairs = [name for name, grid in GRIDS.items() if grid.size == 2] + [FSDP2]
-    run_ranks(write, 2, pairs, tmp_path)
-    run_ranks(write, 4, ["x2z2"], tmp_path)
-    write_alone(tmp_path)
+    held = run_ranks(write, 2, pairs, tmp_path), run_ranks(write, 4, ["x2z2"], tmp_path), [write_alone(tmp_path)]
     sources = [*pairs, "x2z2", ALONE]
-    keep_truth(sources, tmp_path)
+    assert [keep_truth(ranks, tmp_path) for ranks in held] == [[], [], []]
     assert run_ranks(read, 2, pairs, sources, tmp_path) == [[], []]
     assert run_ranks(read, 4, ["x2z2"], sources, tmp_path) == [[]] * 4
     assert run_ranks(pass_whole_states, 2, ["x2", "y2", "z2", FSDP2]) == [[], []]
