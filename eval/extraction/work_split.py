@@ -36,7 +36,8 @@ class WorkSplit:
     def for_model(cls, model) -> "WorkSplit":
         """Make the split for a model: by (data, z) if it is parallelized, else every process is a share of its own.
 
-        No communication.
+        By data alone where tokens travel over z to experts, because ranks of z that decode different samples make
+        different numbers of passes. No communication.
 
         Raises:
             ValueError: its grid has stages.
@@ -51,10 +52,12 @@ class WorkSplit:
                 f"extraction over a grid with pipe ({grid}) is not possible: decoding needs the caches of all layers. "
                 "A checkpoint that stages wrote can be measured on one process or on any grid without pipe."
             )
+        shares = 1 if parallel.travels_over_z else grid.rows
+        each = grid.z // shares  # ranks of z with one share
         return cls(
-            index=here["data"] * grid.rows + here["z"] // grid.context,
-            count=grid.dp_size,
-            reports=here["z"] % grid.context == here["x"] == here["y"] == 0,
+            index=here["data"] * shares + here["z"] // each,
+            count=grid.data * shares,
+            reports=here["z"] % each == here["x"] == here["y"] == 0,
             rank=rank,
             world_size=world_size,
         )

@@ -85,8 +85,10 @@ def take_outputs(value: T) -> T:
 
 
 def _autocast(tensor: Tensor) -> dict[str, Any]:
-    """Return the arguments of an autocast as it is now for the device of a tensor."""
+    """Return the arguments of an autocast as it is now for the device of a tensor; none for a device without one."""
     kind = tensor.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return {}
     return {
         "device_type": kind,
         "dtype": torch.get_autocast_dtype(kind),

@@ -119,6 +119,12 @@ class ParallelState:
     def gather_cache(self) -> GatherCache:
         return self.context.gather_cache
 
+    @property
+    def travels_over_z(self) -> bool:
+        """Return whether every pass needs all ranks of z, even where gathered weights are kept: tokens travel to
+        experts there."""
+        return self.grid.z > 1 and any(weight.stays for weight in self.weights)
+
     def __deepcopy__(self, memo: dict):
         raise ValueError(
             "a model that is sharded over a grid cannot be copied with copy.deepcopy: load it a second time with "

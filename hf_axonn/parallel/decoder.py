@@ -313,7 +313,7 @@ def _generate(state: ShardedModel, model: nn.Module, original: Callable, /, *arg
     choices = (kwargs.get("use_cache"), *(getattr(given, "use_cache", None) for given in settings))
     if next((choice for choice in choices if choice is not None), None) is not False:
         kwargs.setdefault("synced_gpus", True)
-    elif any(weight.stays for weight in state.weights):
+    elif state.travels_over_z:
         raise ValueError(
             f"generate(use_cache=False) over z={state.grid.z} with experts: move: a rank whose rows have ended would "
             "stop, and the others wait for its experts. Use the cache, or write experts: gather."

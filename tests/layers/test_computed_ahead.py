@@ -153,6 +153,15 @@ def test_under_autocast_it_runs_under_autocast():
         assert torch.equal(mixture(hidden), expected)
 
 
+def test_it_waits_on_every_device_and_without_gradients():
+    for device in ("cpu", "meta"):
+        mixture, hidden = Waiting().to(device), torch.randn(2, 5, 3, device=device)
+        waiting(mixture)
+        with torch.inference_mode():
+            assert mixture(hidden).device.type == device
+        assert mixture(hidden).requires_grad
+
+
 @pytest.mark.parametrize(
     "use",
     [

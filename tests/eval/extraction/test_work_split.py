@@ -18,9 +18,9 @@ from tests.helpers.ranks import run_ranks
 GRIDS = [Grid(), Grid(data=2), Grid(z=3), Grid(x=2, y=2), Grid(data=2, z=2, y=1, x=2), Grid(data=1, z=2, y=3, x=1)]
 
 
-def work_split_of(grid: Grid, rank: int, monkeypatch) -> WorkSplit:
+def work_split_of(grid: Grid, rank: int, monkeypatch, *, travels: bool = False) -> WorkSplit:
     monkeypatch.setattr("hf_axonn_eval.extraction.work_split._world", lambda: (rank, grid.size))
-    parallel = SimpleNamespace(grid=grid, coordinates=grid.coordinates(rank))
+    parallel = SimpleNamespace(grid=grid, coordinates=grid.coordinates(rank), travels_over_z=travels)
     monkeypatch.setattr("hf_axonn.parallel_state", lambda model: parallel)
     return WorkSplit.for_model(object())
 
@@ -128,6 +128,10 @@ def test_the_share_of_a_rank_by_its_coordinates(monkeypatch):
         assert split.reports == (here["x"] == 0)
         found[here["data"], here["z"]] = split.index
     assert found == {(0, 0): 0, (0, 1): 1, (0, 2): 2, (1, 0): 3, (1, 1): 4, (1, 2): 5}
+    for rank in range(grid.size):  # tokens travel over z: its ranks have one share
+        split, here = work_split_of(grid, rank, monkeypatch, travels=True), grid.coordinates(rank)
+        assert (split.count, split.index) == (2, here["data"])
+        assert split.reports == (here["z"] == here["x"] == 0)
     others = Grid(y=2, x=2)
     reporting = [work_split_of(others, rank, monkeypatch).reports for rank in range(4)]
     assert reporting == [True, False, False, False]
