@@ -191,7 +191,7 @@ def test_the_page_has_both_bounds_and_every_verdict(study, content):
     table = tables.at_same_loss(whole)
     assert len(table.rows) == len(content["rows"])
     row = next(row for row in table.rows if row[:4] == ["XL", "k2", "ordinary", "16x"])
-    assert row[4:6] == ["5.300, 5.300", "2 of 2"] and row[6].endswith(f"; {LESS}")
+    assert row[4:6] == ["5.300 (2 and 3), 5.300 (2 and 3)", "2 of 2"] and row[6].endswith(f"; {LESS}")
     other = next(row for row in table.rows if row[:4] == ["S", "random", "ordinary", "16x"])
     assert other[4:] == ["-", "0 of 2", *[INCOMPARABLE] * 5]
     for name, cell in zip(content["bounds"], row[6:], strict=True):
@@ -202,7 +202,9 @@ def test_the_page_has_both_bounds_and_every_verdict(study, content):
     for row in bounds.rows:
         assert all(low <= high for low, high in (map(float, cell.split(" to ")) for cell in row[3:-2]))
     said = next(line for line in opening(whole) if line.startswith("At equal held-out loss"))
-    assert "random beside ordinary leaves, of 2 sizes" in said and "2 not comparable" in said
+    assert (
+        "random leaves less than ordinary at 0, 0 and 0 of 2 sizes, and more at 0, 0 and 0, 2 not comparable" in said
+    )
 
 
 def test_the_figure_has_every_curve(study, content):

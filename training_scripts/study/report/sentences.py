@@ -131,13 +131,16 @@ def _at_same_loss(content: Content) -> str:
     parts = []
     for loss, reference in dict.fromkeys((row["loss"], row["reference"]) for row in found["rows"]):
         rows = select(found["rows"], loss=loss, reference=reference, bucket=most)
-        counts = []
-        for name in COMPARED:
-            verdicts = [row[name]["verdict"] for row in rows if name in row]
-            counts.append(f"{verdicts.count(LESS)} less and {verdicts.count(MORE)} more by {found['bounds'][name]}")
+        verdicts = {name: [row[name]["verdict"] for row in rows if name in row] for name in COMPARED}
+        less, more = (join_words([str(each.count(side)) for each in verdicts.values()]) for side in (LESS, MORE))
         none = sum(row.get("verdict") == INCOMPARABLE for row in rows)
         lacking = f", {none} not comparable" if none else ""
-        parts.append(f"{loss} beside {reference} leaves, of {count(len(rows), 'size')}, {join_words(counts)}{lacking}")
+        sizes = count(len(rows), "size")
+        parts.append(f"{loss} leaves less than {reference} at {less} of {sizes}, and more at {more}{lacking}")
     if not parts:
         return ""
-    return f"At equal held-out loss, of passages seen {most} times: {'; '.join(parts)}. The others are not decided."
+    bounds = join_words([found["bounds"][name] for name in COMPARED])
+    return (
+        f"At equal held-out loss, passages seen {most} times, by three numbers ({bounds}): {'; '.join(parts)}. The "
+        "others are not decided."
+    )

@@ -1,6 +1,6 @@
 """Tables of a study's report, the same for the page and for Markdown."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_axonn_eval.report.tables import Details, difference_text, estimate_text
@@ -160,9 +160,13 @@ def at_same_loss(content: Content) -> Details:
     found = content["at_same_loss"]
     rows = []
     for row in found["rows"]:
-        compared = [seed["held_out"] for seed in row["seeds"].values() if "held_out" in seed]
+        compared = [
+            f"{seed['held_out']:.3f} ({_step(seed['own']):.0f} and {_step(seed['at_reference']):.0f})"
+            for seed in row["seeds"].values()
+            if "held_out" in seed
+        ]
         about = [row["model"], row["loss"], row["reference"], _bucket(row)]
-        about += [", ".join(f"{loss:.3f}" for loss in compared) or "-", f"{len(compared)} of {len(row['seeds'])}"]
+        about += [", ".join(compared) or "-", f"{len(compared)} of {len(row['seeds'])}"]
         cells = []
         for name in found["bounds"]:
             entry = row.get(name)
@@ -174,15 +178,21 @@ def at_same_loss(content: Content) -> Details:
             text = difference_text(difference, digits=(2, 2))
             cells.append(f"{entry['own']:z.2f} and {entry['at_reference']:z.2f}: {text}{verdict}")
         rows.append([*about, *cells])
-    heads = ["model", "loss", "beside", "seen", "at held-out loss", "seeds", *found["bounds"].values()]
+    heads = ["model", "loss", "beside", "seen", "at held-out loss (steps)", "seeds", *found["bounds"].values()]
     note = (
         "Both runs of a seed at one held-out loss (nats a token), with which one of them ends and which the other has "
-        "on its way, as late as it has it; between two evaluations numbers are interpolated, and nothing "
-        "is extrapolated. In brackets: 95% intervals over articles, which do not include that held-out losses and "
-        "trainings vary. Verdicts are about the passages seen most often, with Holm's correction over all comparisons "
-        "in a column: less or more extractable than beside."
+        "on its way, as late as it has it, and the steps of both there; between two evaluations numbers are "
+        "interpolated, and nothing is extrapolated. In brackets: 95% intervals over articles, which do not include "
+        "that held-out losses and trainings vary. Verdicts are about the passages seen most often, with Holm's "
+        "correction over all comparisons in a column: less or more extractable than beside."
     )
     return Details("What can be extracted at equal held-out loss", heads, rows, note)
+
+
+def _step(place: Sequence[float]) -> float:
+    """Return the step of a place on a curve: the step before, the step after, and the weight of the latter."""
+    before, after, share = place
+    return before + share * (after - before)
 
 
 def attacks(content: Content) -> Details:
