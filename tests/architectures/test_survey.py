@@ -150,7 +150,7 @@ def test_all_of_them_on_all_axes():
 
 
 def test_a_type_whose_rows_cannot_be_divided_is_refused_and_not_wrong():
-    specimens = [prepare(model_type) for model_type in ("bart", "rwkv", "openai-gpt")]
+    specimens = [prepare(model_type) for model_type in ("bart", "hy_v4", "rwkv", "openai-gpt")]
     survey_grid(specimens, "z2c2")  # starts no ranks, as nothing is left
     rows = [specimen.row for specimen in specimens]
     assert {row.verdict(BOUND) for row in rows} == {"refused"}
@@ -158,6 +158,7 @@ def test_a_type_whose_rows_cannot_be_divided_is_refused_and_not_wrong():
     text = divided_rows(rows, ["z2c2"], BOUND)
     assert "layers are known | 1 | rwkv |" in text and "| its forward takes no position_ids" in text
     assert "transformers.masking_utils | 1 | openai-gpt |" in text
+    assert "its attention makes latents and may be given the keys that another layer has chosen" in text
 
 
 @pytest.mark.slow
