@@ -34,18 +34,27 @@ _agreement: Agreement | None = None
 
 
 @contextlib.contextmanager
-def stop_when_asked() -> Iterator[Agreement]:
+def stop_when_asked() -> Iterator[Agreement | Alone]:
     """Take SIGTERM and SIGUSR1 as a request to stop inside, in the main thread of every rank. No collective."""
     global _agreement
-    if _agreement is None or _agreement.world is not dist.group.WORLD:
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if not alone and (_agreement is None or _agreement.world is not dist.group.WORLD):
         _agreement = Agreement()
     main = threading.current_thread() is threading.main_thread()  # no other takes signals
     before = {number: signal.signal(number, request_stop) for number in SIGNALS if main}
     try:
-        yield _agreement
+        yield Alone() if alone or _agreement is None else _agreement
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Alone:
+    """Agreement of a single process with itself."""
+
+    def reaches_end(self) -> bool:
+        """Return whether a signal has asked to stop."""
+        return stop_requested.is_set()
 
 
 class Agreement:

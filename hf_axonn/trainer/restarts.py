@@ -22,9 +22,8 @@ from typing import Any
 
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.replaced import replace_attributes
-from hf_axonn.distributed.stopping import Agreement, stop_when_asked
+from hf_axonn.distributed.stopping import Agreement, Alone, stop_when_asked
 from hf_axonn.distributed.watchdog.signals import EXIT_CODE
-from hf_axonn.engine.state import parallel_state
 from hf_axonn.trainer.model_card import describe_batch
 from hf_axonn.trainer.saving import BATCH, wait_for_save
 
@@ -34,7 +33,7 @@ logger = get_logger(__name__)
 
 def _maybe_log_save_evaluate(self, original: Callable, *args, **kwargs) -> None:
     """Save, and end the process, at the end of the step on which all ranks agree; evaluations would take time."""
-    agreement: Agreement | None = getattr(self, "axonn_agreement", None)
+    agreement: Agreement | Alone | None = getattr(self, "axonn_agreement", None)
     stops = agreement is not None and agreement.reaches_end()
     if stops:
         self.control.should_save, self.control.should_evaluate = True, False
@@ -93,8 +92,9 @@ def keep_batch(trainer: Any, checkpoint: str) -> None:
 
 
 def may_be_stopped(trainer: Any, *, restarted: bool) -> bool:
-    """Return whether signals are to save: over a grid, and in a run that may be started again."""
-    return parallel_state(trainer.model) is not None and (restarted or trainer.args.enable_jit_checkpoint)
+    """Return whether signals are to save: of a grid, be it of one rank, and in a run that may be started again."""
+    on_grid = getattr(trainer.accelerator, "axonn_plugin", None) is not None
+    return on_grid and (restarted or trainer.args.enable_jit_checkpoint)
 
 
 WRAPPERS = (_maybe_log_save_evaluate,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -9,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_axonn.distributed import stopping
+from hf_axonn.distributed.watchdog import signals
 
 
 @pytest.fixture
@@ -66,3 +69,17 @@ def test_a_rank_that_is_gone_ends_the_others(monkeypatch):
     stopping.Agreement()
     request.set()
     assert ended.wait(20)
+
+
+def test_one_process_stops_at_the_end_of_its_step(monkeypatch):
+    request, before = threading.Event(), [signal.getsignal(number) for number in stopping.SIGNALS]
+    for module in (stopping, signals):
+        monkeypatch.setattr(module, "stop_requested", request)
+    assert not dist.is_initialized()
+    for number in stopping.SIGNALS:
+        with stopping.stop_when_asked() as agreement:
+            assert not agreement.reaches_end()
+            os.kill(os.getpid(), number)
+            assert agreement.reaches_end()
+        request.clear()
+    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
