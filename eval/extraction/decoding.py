@@ -91,8 +91,7 @@ class Decoder:
         padding = [columns if request.done else columns - request.length for request in self._live]
         logits = logits_after(self.model, tokens, padding, keep=1, cache=self._cache)
         (choices,) = read_logits(logits, lambda some: (first_largest(some),))
-        choices = choices[:, -1].tolist()
-        for request, choice in zip(self._live, choices, strict=True):
+        for request, choice in zip(self._live, choices[:, -1].tolist(), strict=True):
             if not request.done:
                 request.last = choice
                 request.tokens.append(choice)

@@ -284,7 +284,8 @@ def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, ca
     options = _options(model, tokens, padding, cache=cache)
     if "logits_to_keep" in parameters_of(model):
         options["logits_to_keep"] = keep
-    with parallel_state(model).context.spreading_logits() if spreads_logits(model) else contextlib.nullcontext():
+    parallel = parallel_state(model) if spreads_logits(model) else None
+    with parallel.context.spreading_logits() if parallel is not None else contextlib.nullcontext():
         logits = model(input_ids=tokens, **options).logits
     return logits if logits.shape[1] == keep else logits[:, -keep:]
 
