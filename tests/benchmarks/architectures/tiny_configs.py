@@ -283,6 +283,9 @@ def tiny_model(model_type: str, *, seed: int = 0) -> nn.Module:
             parameter.data += 0.3 * noise
         elif not parameter.any() or (parameter == parameter.flatten()[0]).all():
             parameter.data += 0.1 * noise
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):  # the experts of each token id, all of them the first where nothing is read
+            table.copy_(torch.randint(EXPERTS, table.shape, generator=generator))
     return model.train()
 
 
