@@ -48,8 +48,8 @@ LEFT_OUT = {
 
 
 def of_page(page: str) -> list[Block]:
-    """The blocks of a page, after those of PREPARED that it goes on from."""
-    own = [block for block in blocks() if block.place.startswith(f"{page}:")]
+    """The blocks of a page but for plain text, after those of PREPARED that it goes on from."""
+    own = [block for block in blocks() if block.place.startswith(f"{page}:") and block.language != "text"]
     if page == PREPARED or f"{Path(PREPARED).name}#prepare" not in (ROOT / page).read_text(encoding="utf-8"):
         return own
     end = (ROOT / PREPARED).read_text(encoding="utf-8").partition("## Train\n")[0].count("\n")
