@@ -401,22 +401,31 @@ def around_step(
     optimizer: type[torch.optim.Optimizer],
     take_step: Callable[[torch.optim.Optimizer, Callable[[], object]], object],
 ) -> None:
-    """Let a class of optimizers take its steps by `take_step(optimizer, its own step)`, inside of the hooks of steps,
-    but for those with a closure. A second time does nothing."""
+    """Let a class of optimizers take its steps by `take_step(optimizer, its own step)`, inside of the hooks of steps.
+
+    A closure runs before the hooks, which then see its gradients, so the class must call it once and first. A second
+    time does nothing.
+    """
     step = vars(optimizer).get("step")  # torch puts one with hooks into each class of which there is an instance
     if step is None or hasattr(step, "take_step"):
         return
-    hooked = getattr(step, "hooked", False)
-    own = step.__wrapped__ if hooked else step
+    own = step.__wrapped__ if getattr(step, "hooked", False) else step
 
-    @functools.wraps(own)
-    def inside(self, closure=None):
-        if closure is not None:
-            return own(self, closure)
+    @torch.optim.Optimizer.profile_hook_step
+    def inside(self):
         return take_step(self, functools.partial(own, self))
 
-    wrapped: Any = torch.optim.Optimizer.profile_hook_step(inside) if hooked else inside
-    wrapped.take_step, wrapped.hooked = take_step, hooked
+    @functools.wraps(own)
+    def with_closure(self, closure=None):
+        if closure is None:
+            return inside(self)
+        with torch.enable_grad():
+            loss = closure()
+        inside(self)
+        return loss
+
+    wrapped: Any = with_closure
+    wrapped.take_step, wrapped.hooked = take_step, True
     optimizer.step = wrapped  # type: ignore[method-assign]
 
 

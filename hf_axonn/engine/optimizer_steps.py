@@ -46,8 +46,7 @@ ELEMENTWISE = (ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSpr
 
 def step_on_shards() -> None:
     """Let elementwise optimizers of torch, Muon, and bitsandbytes' Adam and AdamW step on shards, from now on, where
-    their parameters are DTensors. Steps with a closure stay as they are: it runs the model, whose gradients are
-    DTensors. No communication."""
+    their parameters are DTensors. No communication."""
     for optimizer in ELEMENTWISE:
         around_step(optimizer, step_elementwise)
     around_step(Muon, step_muon)
@@ -105,7 +104,7 @@ def keep_moments_on_host(optimizer: Optimizer, device: torch.device) -> None:
     Args:
         device: that of the parameters.
     Raises:
-        ValueError: it is not one of ELEMENTWISE; later: a step has a closure.
+        ValueError: it is not one of ELEMENTWISE.
     """
     if type(optimizer) not in ELEMENTWISE:
         raise ValueError(
@@ -116,17 +115,8 @@ def keep_moments_on_host(optimizer: Optimizer, device: torch.device) -> None:
     if optimizer in _on_host:
         return
     moments = _on_host[optimizer] = HostMoments(device)
-    optimizer.register_step_pre_hook(_refuse_closure)
     optimizer.register_state_dict_pre_hook(lambda _: moments.synchronize())
     optimizer.register_load_state_dict_post_hook(_send_home)
-
-
-def _refuse_closure(optimizer: Optimizer, arguments: tuple, options: dict) -> None:
-    if any(each is not None for each in (*arguments[1:], options.get("closure"))):
-        raise ValueError(
-            "offload: optimizer is not possible with step(closure), which runs the model inside of the step: call the "
-            "model and backward before step(), or omit offload."
-        )
 
 
 def _send_home(optimizer: Optimizer) -> None:

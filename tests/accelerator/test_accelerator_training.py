@@ -299,6 +299,9 @@ def _unaveraged() -> None:
         other.step()  # of something else
         optimizer.zero_grad()
         optimizer.step()  # there is nothing to step with
+        with pytest.raises(RuntimeError, match="have not been averaged over the grid"):
+            optimizer.step(lambda: model(**batch).loss.backward())
+        sync_gradients(model)
 
         accelerator = new_accelerator(grid)
         model, optimizer = accelerator.prepare(model, optimizer)
