@@ -64,8 +64,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way in which attention sees whole rows over context, whatever the test configures."""
     import hf_axonn.parallel.parallelize as decisions
 
-    def choose_rows(model, plan, config):
-        return choose(model, plan, dataclasses.replace(config, context_attention=request.param))
+    def choose_rows(model, plan, config, adapted):
+        return choose(model, plan, dataclasses.replace(config, context_attention=request.param), adapted)
 
     choose = decisions.choose_rows
     monkeypatch.setattr(decisions, "choose_rows", choose_rows)

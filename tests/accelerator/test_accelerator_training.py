@@ -300,7 +300,7 @@ def _unaveraged() -> None:
         optimizer.zero_grad()
         optimizer.step()  # there is nothing to step with
         with pytest.raises(RuntimeError, match="have not been averaged over the grid"):
-            optimizer.step(lambda: model(**batch).loss.backward())
+            optimizer.step(lambda model=model: model(**batch).loss.backward())
         sync_gradients(model)
 
         accelerator = new_accelerator(grid)

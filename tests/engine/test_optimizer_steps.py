@@ -62,7 +62,7 @@ def check_bits(grid):
             backward(theirs, grid, seed)
             kind.step.__wrapped__(optimizers[1])  # DTensors step
             if seed == 1:
-                assert optimizers[0].step(lambda seed=seed: backward(ours, grid, seed) or 5.0) == 5.0
+                assert optimizers[0].step(lambda model=ours, seed=seed: backward(model, grid, seed) or 5.0) == 5.0
             else:
                 backward(ours, grid, seed)
                 optimizers[0].step()
