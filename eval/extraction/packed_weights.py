@@ -16,7 +16,8 @@ _SHARE = 0.25  # of the memory that is free, which copies of the weights may tak
 
 @contextlib.contextmanager
 def packed_weights(model: nn.Module) -> Iterator[None]:
-    """Let the Linear layers of a model multiply by packed copies of their weights, or of their shards on a grid.
+    """Let the Linear layers of a model multiply by packed copies of their weights, or of their shards on a grid, from
+    their seventh call on.
 
     It is for Linear layers in float32 or bfloat16 on a CPU, and without autograd. Others, quantized ones among them,
     and those whose weights are gathered for each pass anew, stay as they are; so does a model that is compiled, and

@@ -302,13 +302,13 @@ def against_goals(measured: dict[int, tuple[Seconds, Fed]]) -> list[str]:
     ]
 
 
-def command_line(arguments: Sequence[str]) -> str:
+def command_line(arguments: Sequence[str], module: str = "tests.benchmarks.eval.extraction") -> str:
     """What was typed, without the folders of this machine: of a path that is not relative only the name."""
     shown = []
     for argument in arguments:
         option, equals, value = argument.rpartition("=")
         shown.append(option + equals + (Path(value).name if Path(value).is_absolute() else value))
-    return shlex.join(["python", "-m", "tests.benchmarks.eval.extraction", *shown])
+    return shlex.join(["python", "-m", module, *shown])
 
 
 def notes_of(page: Path | None) -> str:

@@ -45,6 +45,7 @@ def packed(monkeypatch):
         return original(weight)
 
     monkeypatch.setattr(module, "packed_product", noted)
+    monkeypatch.setattr(module, "_CALLS", 0)
     return made
 
 
@@ -73,6 +74,15 @@ def test_it_is_restored_after_an_error():
         assert "forward" in vars(layer)
         raise KeyError
     assert "forward" not in vars(layer)
+
+
+def test_a_few_calls_are_not_worth_a_copy(packed, monkeypatch):
+    monkeypatch.setattr(module, "_CALLS", 6)
+    layer, rows = nn.Linear(8, 8), torch.randn(2, 8)
+    with packed_weights(layer), torch.no_grad():
+        for calls in range(1, 9):
+            layer(rows)
+            assert len(packed) == (calls > 6)
 
 
 def test_tied_weights_are_packed_once(packed):
@@ -160,6 +170,7 @@ def packed_on_grids(names, grids, samples) -> dict:
             model = hf_axonn.parallelize(family(name, torch.float32), grid)[0]
             made: list = []
             with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "_CALLS", 0)
                 patch.setattr(module, "packed_product", lambda weight, made=made: made.append(1) or original(weight))
                 found = extract(model, None, samples[name], batch_size=4, progress=False)
                 decoding = len(made)
