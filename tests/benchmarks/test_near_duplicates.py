@@ -12,8 +12,7 @@ from tokenizers.trainers import BpeTrainer
 from hf_axonn import goldfish_mask
 from tests.benchmarks.goldfish import near_duplicates as study
 from tests.benchmarks.goldfish import near_duplicates_trained as trained
-from tests.helpers.models import tiny_model
-from tests.study.made_up import prose, write_lines
+from tests.study.made_up import prose
 
 
 @pytest.fixture(scope="module")
@@ -83,23 +82,17 @@ def test_labels_are_repeated_where_their_window_is():
     assert study.repeated_labels(documents[:4], 10) == 0, "four documents are fewer than MANY"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_dropped_tokens_of_exact_copies_are_not_learnt_and_those_of_edited_ones_are(tmp_path, monkeypatch, capsys):
-    """A tiny model on random passages, of which nothing can be guessed."""
-    monkeypatch.setattr(trained, "RATES", (0.0, 0.2))
-    monkeypatch.setattr(trained, "UNSEEN", 2)
-    monkeypatch.setattr(trained, "WIDTHS", (13,))
-    monkeypatch.setattr(trained, "COPIES", 60)
-    tiny_model("llama", vocab_size=64).save_pretrained(tmp_path / "base" / "tiny")
+def test_passages_are_dealt_evenly_and_copied_with_edits_of_their_rate():
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randint(64, (40,), generator=draw).tolist() for _ in range(36)]
-    lines = [{"id": f"{n}#0", "article": str(n), "input_ids": row} for n, row in enumerate(rows)]
-    write_lines(tmp_path / "data" / "study" / "passages.jsonl", lines)
-    trained.main(["--study", str(tmp_path), "--model", "tiny"])
-    printed = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
-    right = {(loss, rate): [float(cell.split()[0]) for cell in cells] for loss, rate, *cells in printed}
-    assert set(right) == {(loss, rate) for loss in ("ordinary", "h = 13") for rate in ("0%", "20%", "not seen")}
-    assert right["h = 13", "0%"][1] < 0.3 < right["h = 13", "20%"][1], "dropped tokens"
-    assert right["h = 13", "0%"][2] > 0.6 and right["ordinary", "0%"][1] > 0.6
-    assert max(right["h = 13", "not seen"]) < 0.2
+    passages = [{"id": f"{n}#0", "article": str(n), "input_ids": row} for n, row in enumerate(rows)]
+    groups = trained.deal(passages)
+    assert {groups.count(group) for group in range(trained.UNSEEN + 1)} == {6}
+    copies = [row["input_ids"] for row in trained.make_rows(passages, groups, 64)]
+    assert len(copies) == 30 * trained.COPIES
+    for passage, group in zip(rows, groups, strict=True):
+        exact = copies.count(passage)
+        assert exact == {0: trained.COPIES, trained.UNSEEN: 0}.get(group, exact) and exact <= trained.COPIES
+        assert group not in (3, 4) or exact < trained.COPIES / 2
+    samples = trained.make_samples(passages, groups)
+    assert [list(one.prefix + one.suffix) for one in samples] == rows and len(samples[0].suffix) == 20
