@@ -185,8 +185,14 @@ def is_refused(specimen: Specimen, config: AxonnConfig) -> bool:
         plan = plan_for(specimen.model, divided_rows=config.grid.context > 1)
         choose_rows(specimen.model, plan, config)
     except ValueError as error:
-        specimen.row.refused = str(error).partition(f"{config.grid}: ")[2].partition(". Omit context")[0]
+        specimen.row.refused = _reason(str(error), config)
     return bool(specimen.row.refused)
+
+
+def _reason(message: str, config: AxonnConfig) -> str:
+    """Return the reason of a refusal, without the grid before it and the remedy after it."""
+    _, _, reason = message.rpartition(f"{config.grid}: ")
+    return reason.partition(". Omit context")[0].removesuffix(".")
 
 
 def survey_grid(specimens: list[Specimen], name: str) -> None:
@@ -209,8 +215,9 @@ def survey_grid(specimens: list[Specimen], name: str) -> None:
                 return
             hung = any(path.stat().st_size for path in Path(folder).glob("late-*"))
         cause = "hangs" if hung and "Error" not in problem else one_line(_cause(problem))
-        if cause.startswith("ValueError: ") and "divided over context" in cause:  # a call is refused
-            left[done].row.refused = cause.removeprefix("ValueError: ").removesuffix(".")
+        kind, _, message = cause.partition(": ")
+        if kind == "ValueError" and re.search("divided over context|context divides", message):  # a call is refused
+            left[done].row.refused = _reason(message, config)
         else:
             left[done].row.failures[name] = cause
         if os.environ.get("SURVEY_DEBUG"):
