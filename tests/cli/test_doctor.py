@@ -64,7 +64,7 @@ def test_moments_in_host_memory_are_counted_there(tmp_path, capsys):
 
 
 def test_moments_in_8_bits_are_counted_as_the_optimizer_has_them(tmp_path, capsys):
-    """As bitsandbytes makes them for the shards of rank 0, with embeddings in 32 bits."""
+    """Moments as bitsandbytes makes them for the shards of rank 0, with embeddings in 32 bits."""
     config = even_llama(hidden_size=256, intermediate_size=512)
     for grid, ranks in (({"z": 2, "x": 2}, 4), ({"x": 1}, 1)):
         command = write(tmp_path, config, processes=ranks, grid=grid)

@@ -61,7 +61,7 @@ def test_each_rank_of_context_is_sent_the_features_of_its_heads(name, grid):
         blocks = RowExchange(outer, size, segments, inner, mesh).blocks(torch.cat(outer.indices)[None, None])
         for index, block in enumerate(blocks):
             found = feature_ranges(size, segments, inner, mesh.move(("context",), index))
-            assert block.flatten().tolist() == [its for part in found for run in part.ranges for its in run]
+            assert block.flatten().tolist() == [number for part in found for run in part.ranges for number in run]
     assert divide_with_context(query and 6, kv, channels and 18, fake_mesh(Grid(z=4, context=4), 0)) is None
 
 

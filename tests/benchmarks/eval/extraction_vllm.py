@@ -136,17 +136,17 @@ def measure(model, tokenizer, vllm: Vllm, samples: dict[str, list[Sample]], args
     seconds: Measured = {share: {work: {"ours": [], "vllm": []} for work in WORK} for share in samples}
     different: dict[str, dict[str, dict[str, float]]] = {share: {} for share in samples}
     for number in range(args.rounds):
-        for share, asked in samples.items():
+        for share, some in samples.items():
             answers, taken = {}, {}
             for kind in ("continuations", "logprobs"):
-                clocks, answers[kind] = vllm.ask(kind, asked)
+                clocks, answers[kind] = vllm.ask(kind, some)
                 taken[kind] = clocks[args.clock]
             for work, (options, kinds) in WORK.items():
                 begin = CLOCKS[args.clock]()
-                results = extract(model, tokenizer, asked, batch_size=args.batch_size, progress=False, **options)
+                results = extract(model, tokenizer, some, batch_size=args.batch_size, progress=False, **options)
                 seconds[share][work]["ours"].append(CLOCKS[args.clock]() - begin)
                 seconds[share][work]["vllm"].append(sum(taken[kind] for kind in kinds))
-                counted = differences(results, {kind: answers[kind] for kind in kinds}, asked)
+                counted = differences(results, {kind: answers[kind] for kind in kinds}, some)
                 before = different[share].setdefault(work, {})
                 before |= {name: max(value, before.get(name, 0)) for name, value in counted.items()}
             last = {
@@ -217,7 +217,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor time where others use the machine")
-    parser.add_argument("--asked", nargs="+", help="some of the columns; all by default")
+    parser.add_argument("--columns", nargs="+", help="some of the columns; all by default")
     parser.add_argument("--output", type=Path, help="Markdown file")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -230,7 +230,7 @@ def main() -> int:
         for share, made in make_samples(model, tokenizer, args.samples, args.tokens, args.batch_size).items()
     }
     samples[SHARED] = with_shorter(samples["0% memorized"][: args.samples // 4], (0.25, 0.5, 0.75, 1.0))
-    samples = {name: asked for name, asked in samples.items() if args.asked is None or name in args.asked}
+    samples = {name: some for name, some in samples.items() if args.columns is None or name in args.columns}
     options = {"dtype": "float32", "enable_prefix_caching": True, "max_model_len": 1024, "skip_tokenizer_init": True}
     options |= args.options
     with tempfile.TemporaryDirectory() as folder:
@@ -245,7 +245,7 @@ def main() -> int:
             seconds, different = measure(model, tokenizer, vllm, samples, args)
         finally:
             vllm.end()
-    counts = {share: len(asked) for share, asked in samples.items()}
+    counts = {share: len(some) for share, some in samples.items()}
     show(report(seconds, different, counts, options, args), args.output)
     return 0
 

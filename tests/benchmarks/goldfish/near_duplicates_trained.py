@@ -1,4 +1,4 @@
-"""What a model gives back of passages whose copies are not exact, after the goldfish loss with several h.
+"""Measure what a model gives back of passages whose copies are not exact, after the goldfish loss with several h.
 
     python -m tests.benchmarks.goldfish.near_duplicates_trained --study runs/study/rivals --model 3M
 

@@ -168,7 +168,7 @@ def test_quantized_weights_are_refused():
 
 
 class Adam8bit(torch.optim.SGD):
-    """Of the modules of bitsandbytes and of torchao, and not made as theirs."""
+    """Optimizers by the module of their class: that of bitsandbytes and of torchao, which made none of these."""
 
 
 def test_low_bit_optimizers_are_refused():
