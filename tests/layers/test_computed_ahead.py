@@ -208,7 +208,7 @@ def doubled(*tensors):
     return Doubled.apply(tensors[-1])
 
 
-@pytest.mark.parametrize("where", [dict(use=doubled), dict(returns=doubled)], ids=str)
+@pytest.mark.parametrize("where", [dict(use=doubled), dict(returns=doubled)], ids=lambda where: next(iter(where)))
 def test_a_use_past_torch_is_refused(where):
     """An autograd.Function would lose the gradients, also of what has been computed."""
     mixture = Waiting(**where)
