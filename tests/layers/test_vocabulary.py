@@ -73,6 +73,7 @@ def check_spread_logits(model, ids, expected):
     torch.testing.assert_close(of_words, expected.gather(-1, ids.unsqueeze(-1)).squeeze(-1))
     assert torch.equal(largest, expected.argmax(-1))
     torch.testing.assert_close(logits.full(), expected)
+    assert logits.full().stride(-1) == 1  # who looks through the numbers of a place finds them side by side
     ranks = parallel_state(model).grid_mesh.size("x", "y")
     assert shapes == [(1, -(-ids.numel() // ranks), expected.shape[-1])]
 

@@ -56,24 +56,6 @@ def test_the_model_need_not_know_logits_to_keep():
         assert score.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
 
 
-def test_logits_come_with_the_numbers_of_a_place_side_by_side():
-    model, batch = tiny_llama(), samples()[:3]
-    expected = score_suffixes(model, batch)
-    forward, strides = model.forward, set()
-
-    def as_of_a_grid(**options):
-        output = forward(**options)
-        output.logits = output.logits.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-        strides.add(output.logits.stride(-1) > 1)
-        return output
-
-    model.forward = as_of_a_grid
-    scores = score_suffixes(model, batch)
-    rows = [list(sample.prefix) for sample in batch]
-    assert scoring.last_logits(model, rows, keep=2).stride(-1) == 1 and strides == {True}
-    assert scores == expected  # to the last bit
-
-
 def test_bfloat16_logits_are_scored_in_float32():
     logits = torch.randn(2, 300, 50).bfloat16()
     targets = torch.randint(50, (2, 300))
