@@ -159,7 +159,6 @@ def test_what_divided_rows_do_not_have_is_refused_by_name():
     [
         ("bart", {}, "takes no position_ids"),
         ("rwkv", {}, "no causal language model whose layers are known (no block plan for rwkv models"),
-        ("mamba", {}, "does not make its attention masks by the functions"),
         ("bamba", MAMBA | dict(z_loss_coefficient=0.1), "z_loss"),
         ("openai-gpt", {}, "does not make its attention masks by the functions"),
     ],
