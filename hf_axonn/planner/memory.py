@@ -20,6 +20,7 @@ for them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -128,7 +129,8 @@ def _local_sizes(shape: ModelShape, grid: Grid) -> Iterator[tuple[int, int]]:
     for table in shape.tables:
         if shape.begins and table.kind != WeightKind.REPLICATED:
             yield own_elements(WeightShape(table.kind, table.rows, shape.hidden), grid, ORIGIN), 1
-    yield from ((elements, 1) for elements in (*shape.replicated, ceil_div(sum(shape.idle), grid.x * grid.y * grid.z)))
+    yield from Counter(shape.replicated).items()
+    yield ceil_div(sum(shape.idle), grid.x * grid.y * grid.z), 1
 
 
 def _linears(shape: ModelShape, grid: Grid) -> int:
