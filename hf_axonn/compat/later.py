@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from hf_axonn.compat.torch import changes_of
+from hf_axonn.compat.torch import autocast_settings, changes_of
 
 
 T = TypeVar("T")
@@ -36,7 +36,11 @@ class Later(Tensor):
     @staticmethod
     def __new__(cls, module: nn.Module, hidden: Tensor) -> Later:
         later = Tensor._make_wrapper_subclass(cls, (0,), dtype=hidden.dtype, device=hidden.device)
-        changes, gradients, autocast = changes_of(hidden), torch.is_grad_enabled(), _autocast(hidden)
+        changes, gradients, autocast = (
+            changes_of(hidden),
+            torch.is_grad_enabled(),
+            autocast_settings(hidden.device.type),
+        )
 
         def compute() -> Tensor:
             if changes_of(hidden) != changes:
@@ -44,7 +48,7 @@ class Later(Tensor):
                     f"the input of a {type(module).__name__} was changed in place after the call, but with experts: "
                     "move it is computed while tokens travel. Use experts: gather for this model."
                 )
-            again = _autocast(hidden) != autocast
+            again = autocast_settings(hidden.device.type) != autocast
             with torch.set_grad_enabled(gradients), torch.autocast(**autocast) if again else contextlib.nullcontext():
                 return module(hidden)
 
@@ -82,15 +86,3 @@ class Later(Tensor):
 def take_outputs(value: T) -> T:
     """Return what a module returned, with the outputs of others in place of each `Later`."""
     return tree_map(lambda each: each.output() if isinstance(each, Later) else each, value)
-
-
-def _autocast(tensor: Tensor) -> dict[str, Any]:
-    """Return the arguments of an autocast as it is now for the device of a tensor; none for a device without one."""
-    kind = tensor.device.type
-    if not torch.amp.is_autocast_available(kind):
-        return {}
-    return {
-        "device_type": kind,
-        "dtype": torch.get_autocast_dtype(kind),
-        "enabled": torch.is_autocast_enabled(kind),
-    }

@@ -397,6 +397,18 @@ def ask_class_for_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = step
 
 
+def autocast_settings(device_type: str) -> dict[str, Any]:
+    """Return the arguments of `torch.autocast` as it is now, for code that runs where it may be another; none for a
+    device without one."""
+    if not torch.amp.is_autocast_available(device_type):
+        return {}
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type),
+        "enabled": torch.is_autocast_enabled(device_type),
+    }
+
+
 def around_step(
     optimizer: type[torch.optim.Optimizer],
     take_step: Callable[[torch.optim.Optimizer, Callable[[], object]], object],

@@ -185,11 +185,11 @@ def check_moves(grid):
             check_gradients(hidden, in_layers, mesh)
 
 
-def check_copies(hidden, mine, tokens, mesh):
+def check_copies(hidden, shard, tokens, mesh):
     """Copies of a residual stream, behind its tokens or before the batch, move as the stream does."""
     for dim in (-2, 0):
         where = dataclasses.replace(tokens, copies_first=dim == 0)
-        copies, own = (torch.stack([each, 2 * each, each + 1, each - 1], dim=dim) for each in (hidden, mine))
+        copies, own = (torch.stack([each, 2 * each, each + 1, each - 1], dim=dim) for each in (hidden, shard))
         pads = take_tokens(torch.ones_like(copies), where, mesh)  # zeros behind the tokens
         assert torch.equal(take_tokens(copies, where, mesh), own * pads)
         assert torch.equal(gather_tokens(own, where, mesh), copies)

@@ -201,9 +201,10 @@ def test_the_page_has_both_bounds_and_every_verdict(study, content):
     assert len(bounds.rows) == len(whole["cells"])
     for row in bounds.rows:
         assert all(low <= high for low, high in (map(float, cell.split(" to ")) for cell in row[3:-2]))
-    said = next(line for line in opening(whole) if line.startswith("At equal held-out loss"))
+    sentence = next(line for line in opening(whole) if line.startswith("At equal held-out loss"))
     assert (
-        "random leaves less than ordinary at 0, 0 and 0 of 2 sizes, and more at 0, 0 and 0, 2 not comparable" in said
+        "random leaves less than ordinary at 0, 0 and 0 of 2 sizes, and more at 0, 0 and 0, 2 not comparable"
+        in sentence
     )
 
 

@@ -236,11 +236,11 @@ def test_a_run_is_asked_on_its_way_and_ends_as_if_it_had_not(with_run, small):
     assert {path.name for path in (run / "curve").iterdir()} == {f"step-{step}" for step in losses}
     assert same(weights_of(run / "checkpoint"), weights_of(plain_run / "checkpoint"))
     ended = results_of(run)
-    asked = {one.sample_id: one for one in read_run(run / "curve" / f"step-{max(losses)}")[1]}
-    for name, one in asked.items():
+    last = {one.sample_id: one for one in read_run(run / "curve" / f"step-{max(losses)}")[1]}
+    for name, one in last.items():
         assert one.logprobs == pytest.approx(ended[name].logprobs, abs=1e-4) and one.ranks == ended[name].ranks
     recipe = read_recipe(small.recipe)
-    assert read_study(recipe, small.output).on_the_way(recipe.runs[1], 0).column("logprob").shape == (len(asked),)
+    assert read_study(recipe, small.output).on_the_way(recipe.runs[1], 0).column("logprob").shape == (len(last),)
 
 
 def end_after(monkeypatch, steps):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.compat.pipelining import pipeline_schedule, run_schedule
-from hf_axonn.compat.torch import at_end_of_backward
+from hf_axonn.compat.torch import at_end_of_backward, autocast_settings
 from hf_axonn.compat.transformers import input_embedding, output_embedding, record_outputs
 from hf_axonn.distributed.collectives import broadcast_over, reduce_, swap, waiting
 from hf_axonn.distributed.consistency import gather_json
@@ -211,7 +211,7 @@ class Pipeline:
                 "forward pass, before a GradScaler has scaled the loss. Use bfloat16."
             )
         schedule, modules = self._schedule(len(calls), batch, seq, experts)
-        autocast = _autocast(device_type)
+        autocast = torch.autocast(**autocast_settings(device_type))
         seeds = self.stages.seeds(training=True)
         for module in modules:
             module.calls, module.autocast, module.seeds = calls, autocast, seeds
@@ -426,9 +426,3 @@ def _refuse_merge(*_: Any, **__: Any) -> None:
         "the first and the last stage both have the weight, and one of them the adapter. Save the adapters with "
         "save_pretrained, and merge them on one process or on a grid without pipe."
     )
-
-
-def _autocast(device_type: str) -> torch.autocast:
-    """The autocast that is on, for a block inside of one in which it is off."""
-    enabled = torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), enabled=enabled)
