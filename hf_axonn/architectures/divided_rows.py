@@ -33,10 +33,6 @@ MIXES = {  # types whose code reads along the row, or fails on pads, where nothi
     "blt": "its patches of bytes reach across ranks",
     "gemma3n_text": "the zeros that may fill up rows have no gradient where it divides by their magnitude",
     "doge": "its attention mask is computed from values of whole rows",
-    **dict.fromkeys(
-        ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
-        "its images are not divided with its rows",
-    ),
 }
 # Types whose forward counts positions in its code: whether it then numbers the tokens that its mask keeps, or all.
 COUNTS_MASK = {"opt": True, "biogpt": False}

@@ -29,21 +29,22 @@ class LateMask:
     Args:
         make: Transformers' function that makes the masks of an implementation.
         arguments: of its call for whole rows.
-        blind: whether a query may see no key, and its attention is then of all keys alike.
+        anywhere: whether a query may see keys that stand behind it, as those of its own image, or no key, and its
+            attention is then of all alike.
 
     Attributes:
         window: how many positions a query sees at most, itself included; None: all before it, or all.
     """
 
-    def __init__(self, make: Callable, arguments: Mapping[str, Any], *, blind: bool = False) -> None:
-        self._make, self._arguments, self._blind = make, arguments, blind
+    def __init__(self, make: Callable, arguments: Mapping[str, Any], *, anywhere: bool = False) -> None:
+        self._make, self._arguments, self._anywhere = make, arguments, anywhere
         self._kept: dict[tuple[int, ...], Any] = {}
-        self.window: int | None = None if blind else arguments.get("local_size")
+        self.window: int | None = None if anywhere else arguments.get("local_size")
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of keys of which the queries [start, stop) may see some: causal, in a window if it has
         one."""
-        if self._blind:
+        if self._anywhere:
             return 0, self._arguments["kv_length"]
         return max(0, start + 1 - (self.window or stop)), stop
 
@@ -104,25 +105,26 @@ def make_late(function: Callable, arguments: Mapping[str, Any]) -> Any:
     """
     from transformers import masking_utils
 
-    with replace_attributes({(masking_utils, TABLE): _Table(getattr(masking_utils, TABLE))}):
+    blocks = arguments.get("block_sequence_ids") is not None  # whose tokens see each other
+    with replace_attributes({(masking_utils, TABLE): _Table(getattr(masking_utils, TABLE), blocks)}):
         return function(**arguments)
 
 
 class _Table:
     """Stands for Transformers' table of functions that make masks."""
 
-    def __init__(self, table: Any) -> None:
-        self._table = table
+    def __init__(self, table: Any, blocks: bool) -> None:
+        self._table, self._blocks = table, blocks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._table, name)
 
     def __getitem__(self, name: str) -> Callable:
         make = self._table[name]
-        return functools.partial(_describe, make, name) if name in LATE else make
+        return functools.partial(_describe, make, name, self._blocks) if name in LATE else make
 
 
-def _describe(make: Callable, name: str, /, **arguments: Any) -> Any:
+def _describe(make: Callable, name: str, blocks: bool, /, **arguments: Any) -> Any:
     square = arguments["q_length"] == arguments["kv_length"] and not (arguments["q_offset"] or arguments["kv_offset"])
     # Masks that are not causal say so by this argument; those of functions given by the caller are not by index.
     if not square or "allow_is_bidirectional_skip" in arguments or arguments.get("use_vmap"):
@@ -131,7 +133,8 @@ def _describe(make: Callable, name: str, /, **arguments: Any) -> Any:
         return None
     # Eager attention adds a large negative number to what is hidden. Added to all, as where padding leaves a query no
     # key, it hides nothing; and where that is only the device knows.
-    return LateMask(make, arguments, blind=name == "eager" and arguments["attention_mask"] is not None)
+    blind = name == "eager" and arguments["attention_mask"] is not None
+    return LateMask(make, arguments, anywhere=blind or blocks)
 
 
 def _see_all(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ class Rows:
         attention_mask: as the model was given it: of whole rows, or None.
         documents: whether documents are told apart by `position_ids`, as in a pass without a cache.
         striped: whether a rank has two stripes of a row, and not one.
+        divided: whether the code that runs has this rank's positions; else whole rows, as around the decoder of a
+            model that puts images into them.
     """
 
     mesh: GridMesh
@@ -48,6 +50,7 @@ class Rows:
     attention_mask: Tensor | None = None
     documents: bool = False
     striped: bool = False
+    divided: bool = True
 
     @property
     def parts(self) -> int:

@@ -8,6 +8,10 @@
     output      logits and hidden states are gathered: [B, S, ...], alike on all ranks of context
 
 Everything else computes for each token by itself. A model is refused where that is not known.
+
+Where images are put into rows, the model around its decoder works on whole rows on every rank: its encoder of images,
+the embedding, the merge, positions in several dims (M-RoPE) and masks. Rows are divided where the decoder is called.
+What a rank makes of an image that lies among others' positions has no gradient there, so the sums over ranks hold.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,7 +50,9 @@ from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.heads import Heads, divide_with_context, latents_travel
 
 
-WHOLE = ("labels", "shift_labels")  # arguments that the loss takes its positions of
+# Arguments of which the loss takes its positions, and DeepStack (parallel/images.py).
+WHOLE = ("labels", "shift_labels", "visual_pos_masks")
+IMAGES = ("image_hidden_states", "video_hidden_states")  # outputs that have no positions
 # Arguments of attention and mixers that tell where tokens stand, and which documents they are of.
 POSITIONS = ("position_ids", "position_embeddings", "seq_idx")
 CUSTOM_MASKS = ("or_mask_function", "and_mask_function", "block_sequence_ids", "encoder_hidden_states")
@@ -200,12 +206,16 @@ def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan, c
     for module in model.modules():
         if _follows_longest_row(module):
             patch_forward(module, functools.partial(_rotary, state))
-    makers = [(*place, _make_mask) for place in mask_functions(model)]
+    towers = tuple(type(model.get_submodule(tower.decoder).config) for tower in plan.towers if tower.decoder)
+    makers = [(*place, functools.partial(_make_mask, state, towers)) for place in mask_functions(model)]
     makers += [(*place, _make_alibi) for place in alibi_functions(model)]
     assert plan.decoder is not None  # `choose_rows` has seen to that
-    for each in dict.fromkeys((model, model.get_submodule(plan.decoder))):
+    decoder = model.get_submodule(plan.decoder)
+    around: list[nn.Module] = [model, model.base_model] if towers else [model]
+    for each in dict.fromkeys((*around, decoder)):
         names = list(inspect.signature(each.forward).parameters)
-        patch_forward(each, functools.partial(_forward, state, model, names, makers, choice.keys))
+        whole = bool(towers) and each is not decoder
+        patch_forward(each, functools.partial(_forward, state, model, names, makers, choice.keys, whole))
     if hasattr(model, "generate"):
         vars(model)["generate"] = functools.partial(_refuse_generate, state.grid)
 
@@ -216,27 +226,24 @@ def _forward(
     names: list[str],
     makers: list[tuple[dict[str, Any], str, Callable]],
     striped: bool,
+    whole: bool,
     original: Callable,
     /,
     *args,
     **kwargs,
 ):
-    if state.context.rows is not None:  # the base model, inside of the model
+    outer = state.context.rows
+    if outer is not None and (outer.divided or whole):  # the base model, inside of the model
         return original(*args, **kwargs)
     given = dict(zip(names, args, strict=False)) | kwargs
-    rows = _rows_of(state, model, given, striped)
-    own = {name: value if name in WHOLE else _take(rows, value) for name, value in given.items()}
-    if "position_ids" in names:
-        own["position_ids"] = rows.take(rows.position_ids)
+    if outer is not None:  # the decoder, in a model that has whole rows
+        rows = replace(outer, divided=True)
+        with state.context.with_rows(rows):
+            return original(**_own_arguments(rows, names, given, makers))
+    rows = _rows_of(state, model, given, striped, whole)
+    own = _own_arguments(rows, names, given, makers)
     if keep := given.get("logits_to_keep", 0):
         own["logits_to_keep"] = rows.last(keep)
-    if "use_cache" in names:
-        own["use_cache"] = False
-    alibi = any(make is _make_alibi for *_, make in makers)
-    if rows.attention_mask is None and (rows.filled or alibi):  # for what else reads it: routers' auxiliary loss, too
-        own["attention_mask"] = rows.take(torch.ones_like(rows.position_ids).expand(rows.batch, -1))
-    if "attention_mask" in names and not makers:  # its mixers get the mask itself, and work on whole rows
-        own["attention_mask"] = rows.attention_mask
     with state.context.with_rows(rows), _made_of(rows, makers):
         output = original(**own)
     stage = state.context.stage
@@ -253,8 +260,30 @@ def _forward(
     return output
 
 
-def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any], striped: bool) -> Rows:
-    """Return the rows that a call is given.
+def _own_arguments(
+    rows: Rows, names: list[str], given: Mapping[str, Any], makers: list[tuple[dict[str, Any], str, Callable]]
+) -> dict[str, Any]:
+    """Return the arguments of a call without a cache, and for this rank's positions where the code has these."""
+    own = dict(given)
+    if "use_cache" in names:
+        own["use_cache"] = False
+    if not rows.divided:
+        return own
+    own |= {name: _take(rows, value) for name, value in given.items() if name not in WHOLE}
+    if "position_ids" in names:
+        positions = given.get("position_ids")
+        several = positions is not None and positions.dim() == 3  # [3 or 4, B, S], of time, height and width
+        own["position_ids"] = torch.stack([*map(rows.take, positions)]) if several else rows.take(rows.position_ids)
+    alibi = any(make is _make_alibi for *_, make in makers)
+    if rows.attention_mask is None and (rows.filled or alibi):  # for what else reads it: routers' auxiliary loss, too
+        own["attention_mask"] = rows.take(torch.ones_like(rows.position_ids).expand(rows.batch, -1))
+    if "attention_mask" in names and not makers:  # its mixers get the mask itself, and work on whole rows
+        own["attention_mask"] = rows.attention_mask
+    return own
+
+
+def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any], striped: bool, whole: bool) -> Rows:
+    """Return the rows that a call is given; `whole`: of which the code that runs has all positions.
 
     Raises:
         ValueError: it asks for something that is not there for divided rows.
@@ -268,6 +297,7 @@ def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any], st
         "logits_to_keep with labels, of given places or in a tuple": not isinstance(keep, int) or (keep and not alone),
         "encoder_hidden_states": given.get("encoder_hidden_states") is not None,
         "output_attentions": bool(given.get("output_attentions", getattr(config, "output_attentions", False))),
+        "return_dict=False of a model with images": whole and given.get("return_dict") is False,
     }
     if refused := next((name for name, given_here in unsupported.items() if given_here), None):
         raise ValueError(
@@ -280,11 +310,16 @@ def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any], st
     batch, length = tokens.shape[:2]
     mask = given.get("attention_mask")
     positions = given.get("position_ids") if takes_positions(model) else None
+    if positions is not None and (positions.dim() not in (2, 3) or positions.shape[-1] != length):
+        raise ValueError(f"position_ids are {list(positions.shape)}, but of rows of {length} they are [B, {length}].")
+    if positions is not None and positions.dim() == 3:  # the first of four are those of text
+        positions = positions[0] if len(positions) == 4 else None
     if positions is None:
         positions = number_positions(model, tokens, mask)
-    elif positions.dim() != 2 or positions.shape[1] != length:
-        raise ValueError(f"position_ids are {list(positions.shape)}, but of rows of {length} they are [B, {length}].")
-    return Rows(state.grid_mesh, batch, length, positions, mask, documents=_separates(model, given), striped=striped)
+    separates = _separates(model, given)
+    return Rows(
+        state.grid_mesh, batch, length, positions, mask, documents=separates, striped=striped, divided=not whole
+    )
 
 
 def _separates(model: nn.Module, given: Mapping[str, Any]) -> bool:
@@ -355,10 +390,15 @@ def _made_of(rows: Rows, makers: list[tuple[dict[str, Any], str, Callable]]) -> 
         yield
 
 
-def _make_mask(rows: Rows, function: Callable, *args, **kwargs):
+def _make_mask(state: ShardedModel, towers: tuple[type, ...], _: Rows, function: Callable, *args, **kwargs):
     signature = inspect.signature(function)
     given = signature.bind(*args, **kwargs).arguments
-    if custom := next((name for name in CUSTOM_MASKS if given.get(name) is not None), None):
+    if isinstance(given.get("config"), towers):  # attention in an encoder of images
+        return function(*args, **kwargs)
+    rows = state.context.rows
+    assert rows is not None  # functions are replaced for a pass of rows
+    custom = next((name for name in CUSTOM_MASKS if given.get(name) is not None), None)
+    if custom and rows.divided:
         raise ValueError(f"an attention mask with {custom} cannot be made of rows that are divided over context.")
     embeds = next(name for name in ("inputs_embeds", "input_embeds") if name in given)
     given[embeds] = given[embeds].new_empty(()).expand(rows.batch, rows.length, 1)  # read for its shape
@@ -397,7 +437,8 @@ def _gather(rows: Rows, output: Any) -> Any:
         return rows.gather(output) if output.dim() >= 2 and rows.is_own(output) else output
     if isinstance(output, dict):
         for name, value in output.items():
-            output[name] = _gather(rows, value) if name != "router_logits" else _gather_routers(rows, value)
+            if name not in IMAGES:
+                output[name] = _gather(rows, value) if name != "router_logits" else _gather_routers(rows, value)
         return output
     if isinstance(output, tuple | list):
         return type(output)(_gather(rows, each) for each in output)

@@ -4,6 +4,7 @@
     tower          every rank of (x, y) has its full activations between blocks, heads and features are divided inside
     merge          features take the places of image tokens in the full embeddings, before the decoder divides these
     DeepStack      features that are added between decoder layers are divided as the hidden states are
+    context        ranks that share rows have the same images, and encode all of them (context_parallel.py)
 
 All ranks of z gather the weights of a tower, so one whose rows have no image encodes a blank one, whose features take
 no place: its gradients are zeros.
@@ -141,10 +142,11 @@ class Images:
                 "on text and images alone, or on one process."
             )
         for name in (name for name in PIXELS if given.get(name) is not None):
-            if grid.context > 1:
+            if grid.context > 1 and self.config.model_type not in BLANKS:
                 raise ValueError(
                     f"{name}: images are not supported over the grid {grid}: context divides the positions of rows, "
-                    "and images are not divided with them. Omit context, and use x, y, z and data."
+                    f"and it is not known where {self.config.model_type} models put images into them. Omit context, "
+                    "and use x, y, z and data."
                 )
 
     def _exchange(self, given: dict[str, Any]) -> list[int]:
@@ -198,12 +200,14 @@ def _add_features(
 ) -> Tensor:
     """Add features [N, H] at N places [B, S] to the hidden states behind a decoder layer, in any layout.
 
-    Features without a place are those of a blank image. Backward: all-gather over (x, y).
+    Features without a place are those of a blank image. Over context every rank has all features, and adds those at
+    its own positions. Backward: all-gather over (x, y).
     """
-    tokens, mesh = state.context.tokens, state.grid_mesh
+    tokens, mesh, rows = state.context.tokens, state.grid_mesh, state.context.rows
     features = features.to(hidden.device, hidden.dtype)
     added = features.new_zeros(*places.shape, features.shape[-1])
     added = added.masked_scatter(places.to(hidden.device).unsqueeze(-1), features)
+    added = added if rows is None else rows.take(added)
     if tokens is None or not tokens.sharded or hidden.shape == added.shape:
         return hidden + added
     layout = tokens if in_features(hidden, tokens, mesh) else replace(tokens, features=0)

@@ -60,6 +60,16 @@ def test_a_window_needs_its_own_keys_alone():
     assert make_late(masking_utils.create_causal_mask, given) is None, "sdpa needs no mask"
 
 
+def test_tokens_of_a_block_see_those_behind_them():
+    given = arguments("sdpa", "padded") | {
+        "block_sequence_ids": torch.tensor([[-1] * 3 + [0] * 6 + [-1] * (LENGTH - 9)] * 2)
+    }
+    whole, late = masking_utils.create_causal_mask(**given), make_late(masking_utils.create_causal_mask, given)
+    assert whole[0, 0, 4, 8] and late.window is None
+    first, last = late.keys(4, 6)
+    assert torch.equal(late.between(4, 6, first, last), whole[:, :, 4:6, first:last]) and (first, last) == (0, LENGTH)
+
+
 def test_what_is_no_causal_mask_is_made():
     given = arguments("sdpa", "padded")
     given.pop("past_key_values"), given.pop("position_ids")

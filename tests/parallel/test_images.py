@@ -22,6 +22,7 @@ from transformers import AutoModelForImageTextToText
 from hf_axonn import export_hf, from_pretrained, parallelize, save_sharded
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.certificate.float64 import without_noise
+from hf_axonn.config import AxonnConfig
 from hf_axonn.parallel.batch_check import _Sum
 from hf_axonn.topology.grid import Grid
 from tests.helpers import images
@@ -34,6 +35,8 @@ from tests.helpers.ranks import refused, run_ranks
 BOUND = 1e-10
 GRIDS = {"x2": Grid(x=2), "y2": Grid(y=2), "z2": Grid(z=2), "data2": Grid(data=2)}
 GRIDS |= {"x2y2": Grid(x=2, y=2), "x2z2": Grid(x=2, z=2), "y2z2": Grid(y=2, z=2)}
+DIVIDED = {"z2c2": Grid(z=2, context=2), "z4c2": Grid(z=4, context=2), "z2x2c2": Grid(z=2, x=2, context=2)}
+DIVIDED |= {"z2y2c2": Grid(z=2, y=2, context=2)}
 BATCHES = {"unequal": images.UNEQUAL, "on first half": images.ON_FIRST_HALF}
 NEW = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
 Changed = Callable[[nn.Module], nn.Module]
@@ -58,7 +61,7 @@ def run(cases: list[Case], grids: list[Grid]) -> list[str]:
 
 
 def test_images_on_some_ranks_and_on_none():
-    assert run([case("qwen3_vl", "on first half")], [GRIDS["x2z2"], GRIDS["x2y2"]]) == []
+    assert run([case("qwen3_vl", "on first half")], [GRIDS["x2z2"], GRIDS["x2y2"], DIVIDED["z4c2"]]) == []
 
 
 @pytest.mark.slow
@@ -67,6 +70,47 @@ def test_every_type_on_every_grid(model_type):
     compared = [case(model_type, rows, steps=3) for rows in BATCHES]
     for size in (2, 4):
         assert run(compared, [grid for grid in GRIDS.values() if grid.size == size]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", images.TYPES)
+def test_every_type_where_context_divides_its_rows(model_type):
+    keys = functools.partial(AxonnConfig, context_attention="keys")
+    compared = [case(model_type, rows, steps=3) for rows in BATCHES]
+    compared.append(case(model_type, "unequal", config=lambda grid: keys(grid=grid)))
+    compared[-1].name += " keys"
+    for size in (2, 4):
+        assert run(compared, [grid for grid in DIVIDED.values() if grid.size == size]) == []
+
+
+def loss_of_router(model: nn.Module, batch: images.Batch, _dp_size: int) -> torch.Tensor:
+    """The model's own loss with the auxiliary one of its routers, which counts no position behind the end of a row."""
+    return model(**batch, output_router_logits=True).loss
+
+
+def loss_of_base(model: nn.Module, batch: images.Batch, _dp_size: int) -> torch.Tensor:
+    """A loss of one's own on what the model without its head returns."""
+    return (model.model(**_prompt(batch)).last_hidden_state[:, ::3] ** 2).sum()
+
+
+def packed(model_type: str) -> Case:
+    """Two documents a row, told apart by the first of four position ids, as of Qwen's own collators."""
+    ids = images.tiny_batch(model_type)["input_ids"].masked_fill(images.tiny_batch(model_type)["input_ids"] > 120, 3)
+    positions = torch.cat([torch.arange(5), torch.arange(images.LENGTH - 5)]).expand(4, len(ids), -1)
+    batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+    make = functools.partial(_make, model_type, lambda model: model)
+    return Case(f"{model_type} packed", make, [batch], cut=lambda batch, *_: batch)
+
+
+@pytest.mark.slow
+def test_passes_where_context_divides_rows_with_images():
+    compared = [
+        case("qwen3_vl_moe", "unequal", loss_of=loss_of_router),
+        case("gemma3", "unequal", loss_of=loss_of_base),
+        case("qwen3_vl", "on first half", loss_of=loss_of_base),
+        packed("qwen3_vl"),
+    ]
+    assert run(compared, [DIVIDED["z2c2"]]) == []
 
 
 def test_encoders_of_images_are_sharded_as_blocks():
@@ -140,7 +184,7 @@ WAYS: dict[str, dict] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_train(model_type, way):
     compared = [case(model_type, rows, **WAYS[way]) for rows in BATCHES]
-    assert run(compared, [GRIDS["x2y2"], GRIDS["x2z2"]]) == []
+    assert run(compared, [GRIDS["x2y2"], GRIDS["x2z2"], DIVIDED["z4c2"]]) == []
 
 
 def _refusals(model_type: str) -> dict[str, str]:
@@ -161,8 +205,10 @@ def _refusals(model_type: str) -> dict[str, str]:
     moved = batch | {"pixel_values": batch["pixel_values"] + first * 1e-9}
     found["other pixels"] = refused(lambda: model(**moved))
     found["pipe"] = refused(lambda: parallelize(images.tiny_model(model_type), Grid(pipe=2)))
-    found["smolvlm"] = refused(lambda: parallelize(images.tiny_model("smolvlm"), Grid(z=2, context=2)))
+    found["llava"] = refused(lambda: parallelize(images.tiny_model("llava"), Grid(z=2, context=2)))
     model, _ = parallelize(images.tiny_model(model_type), Grid(z=2, context=2))
+    found["tuple"] = refused(lambda: model(**batch, return_dict=False))
+    model.config.model_type = "other"
     found["context"] = refused(lambda: model(**batch))
     return found
 
@@ -180,7 +226,9 @@ def test_what_cannot_be_divided_is_refused_on_every_rank():
         assert "pixel_values is [2, 3, 8, 8] float64 (checksum" in found["other pixels"]
         assert "use a grid without pipe for Gemma3ForConditionalGeneration" in found["pipe"]
         assert "pixel_values: images are not supported" in found["context"] and "Omit context" in found["context"]
-        assert "its images are not divided with its rows" in found["smolvlm"]
+        assert "it is not known where other models put images into them" in found["context"]
+        assert "return_dict=False of a model with images is not supported" in found["tuple"]
+        assert "no block plan for llava models" in found["llava"]
 
 
 def test_pixels_are_compared_by_their_bits():
