@@ -67,7 +67,10 @@ def add_doctor(commands) -> None:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--weights", choices=WEIGHT_DTYPES, default="float32", help="dtype of the trained weights")
     parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw_8bit: bitsandbytes' AdamW, as Trainer's optim"
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adamw",
+        help="adamw_8bit: bitsandbytes' AdamW, as Trainer's optim; muon: torch's, for the layers' matrices",
     )
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing is on")
     parser.add_argument("--gpu-memory", type=float, help="memory of a device in GiB (2**30 bytes)")
@@ -346,6 +349,8 @@ def _examine_memory(
     text = f"memory of rank 0: {_size(states)} parameters, gradients and AdamW's moments"
     if options.optimizer == "adamw_8bit":
         text += f" ({_size(moments)}, in 8 bits but for embeddings and small weights)"
+    if options.optimizer == "muon":
+        text += f" ({_size(moments)}, of the layers' matrices Muon's one)"
     if launch.config.offload == "optimizer":
         text = f"host memory of rank 0: {_size(moments)} AdamW's moments; {text} in use"
     total: float = states
@@ -406,12 +411,16 @@ def _count_moments(model, optimizer: str, size: int) -> tuple[int, int]:
 
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     exact = {id(parameter) for module in embeddings for parameter in module.parameters()}
+    head = model.get_output_embeddings()
+    vocabulary = exact if head is None else exact | set(map(id, head.parameters()))
     elements = moments = 0
     for parameter in model.parameters():
         own = local(parameter).numel()
         elements += own
         if optimizer == "adamw":
             moments += 2 * own * size  # of the dtype of parameters, as torch's AdamW keeps them
+        elif optimizer == "muon":
+            moments += (1 if parameter.dim() == 2 and id(parameter) not in vocabulary else 2) * own * size
         else:
             moments += 8 * own if id(parameter) in exact else low_bit_bytes(own)
     return elements, moments

@@ -109,7 +109,10 @@ def add_plan(commands) -> None:
         "--offload", choices=OFFLOADED, default="none", help="optimizer: AdamW's moments are in host memory"
     )
     parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw_8bit: bitsandbytes' AdamW, as Trainer's optim"
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adamw",
+        help="adamw_8bit: bitsandbytes' AdamW, as Trainer's optim; muon: torch's, for the layers' matrices",
     )
     parser.add_argument("--attention", help="attention kernel of the machine's file; by default its first")
     parser.add_argument(

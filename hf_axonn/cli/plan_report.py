@@ -213,7 +213,7 @@ def _part(seconds: float, best: Prediction) -> str:
 
 
 def doubts(found: GridRanking) -> list[str]:
-    """Sentences on how sure the first place is, and on the order of its axes."""
+    """Sentences on how sure the first place is, on what its seconds leave out, and on the order of its axes."""
     best, text = found.best, []
     close = [entry for entry in found.ranked[1:] if confidence.too_close(best, entry)]
     if close:
@@ -224,6 +224,7 @@ def doubts(found: GridRanking) -> list[str]:
         )
     others = [(name, entry) for name, entry in alternatives(found) if entry.grid != best.grid]
     text += [f"with {name} the first would be {sizes(entry.grid)}" for name, entry in others]
+    text += best.job.untimed
     if best.grid.context > 1:
         text.append("only one of the published runs divides the positions of sequences among ranks, as context does")
     if long := too_long(best.job.seq, best.job.shape.max_positions):

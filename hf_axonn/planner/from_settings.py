@@ -28,7 +28,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 PRECISION_BYTES = {"fp32": 4, "bf16": 2}
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 NEEDED = ("model", "machine", "batch_tokens", "seq")
-OPTIONAL = ("checkpointing", "weights", "pipe", "context")
+OPTIONAL = ("checkpointing", "weights", "optimizer", "pipe", "context")
 PLAN_EXAMPLE = "plan: {model: DIRECTORY, machine: dgx-h100, batch_tokens: 4M, seq: 4096}"
 NEAR = 0.05  # share by which a batch may be changed, to divide among more grids
 SILENT = 0.01  # and without a note
@@ -245,6 +245,7 @@ def _job_of_plan(
         keep_gathered=section.get("keep_gathered", "recomputed"),
         experts=section.get("experts", "auto"),
         offload=section.get("offload", "none"),
+        optimizer=settings.get("optimizer", "adamw"),
         pipeline=section.get("schedule"),
         stages_per_rank=section.get("stages_per_rank"),
     )
@@ -278,7 +279,8 @@ def _explain(resolved: Mapping[str, Any], batch: Batch, ranking: GridRanking) ->
         f"grid: auto is {best.grid}{order}{kept}, {best.total:.3g} s a step predicted, micro-batches: "
         f"{best.micro_batches}."
     ]
-    notes += [f"{note}." for note in (batch.note, too_long(best.job.seq, best.job.shape.max_positions)) if note]
+    long = too_long(best.job.seq, best.job.shape.max_positions)
+    notes += [f"{note}." for note in (batch.note, long, *best.job.untimed) if note]
     if len(ranking.ranked) > 1:
         second = ranking.ranked[1]
         notes.append(f"second is {second.grid}, {second.total / best.total - 1:.1%} slower.")

@@ -71,6 +71,16 @@ class Job(StepSettings):
         return self.pipeline, self.stages_per_rank
 
     @property
+    def untimed(self) -> list[str]:
+        """Sentences on what the predicted seconds leave out."""
+        found = []
+        if self.offload == "optimizer":
+            found.append("copies of moments from and to host memory are not in the seconds")
+        if self.optimizer == "muon":
+            found.append("what Muon sends and multiplies to orthogonalize matrices is not in the seconds")
+        return found
+
+    @property
     def tokens(self) -> int:
         """Tokens of the full batch."""
         return self.sequences * self.seq

@@ -2,7 +2,7 @@
 
     states        parameters, gradients and AdamW's two moments, all of one dtype but for moments in 8 bits: of the
                   rank's shards, and the small ones in full; of moments in host memory those of the buckets that a step
-                  has on the device
+                  has on the device; with Muon one moment of the layers' matrices
     activations   saved for backward: of all layers, or under checkpointing the input of each; weights that are kept
     gathered      full blocks of the weights of two layers, this one and the next one, and the gradients of two groups
     layer         what backward makes of a layer besides: under checkpointing all that it saves
@@ -199,12 +199,24 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
 def _moments(shape: ModelShape, grid: Grid, step: Step, gradients: int) -> int:
     if step.optimizer == "adamw":
         return 2 * gradients
+    if step.optimizer == "muon":
+        return 2 * gradients - (gradients if step.lora else _matrices(shape, grid) * step.param_bytes)
     if step.lora:
         return sum(map(low_bit_bytes, shape.adapters(step.lora)))
     (vocabulary, count), *others = _local_sizes(shape, grid)
     embeddings = min(shape.begins, count)  # which Trainer keeps in float32
     found = embeddings * 8 * vocabulary + (count - embeddings) * low_bit_bytes(vocabulary)
     return found + sum(count * low_bit_bytes(elements) for elements, count in others)
+
+
+def _matrices(shape: ModelShape, grid: Grid) -> int:
+    """Elements of the layers' matrices on rank 0, of which Muon keeps one moment. Experts that lie in one tensor are
+    none, and Muon refuses them."""
+    stacked = (WeightKind.EXPERTS, WeightKind.WHOLE_EXPERTS)
+    return sum(
+        count * _count_sharded((weight for weight in layer.weights if weight.kind not in stacked), grid)
+        for layer, count in shape.everything
+    )
 
 
 def low_bit_bytes(elements: int) -> int:

@@ -14,7 +14,7 @@ from hf_axonn.topology.grid import Grid
 BLOCK = 64  # numbers of 4 bits that share a scale
 # A frozen base -> bytes of a block of its layers' Linears: codes, and a scale of 4 bytes or of 1; 0: not in blocks.
 BASES = {"full": 0, "4bit": 36, "4bit-double": 33}
-OPTIMIZERS = ("adamw", "adamw_8bit")
+OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class StepSettings:
         context_attention: auto, heads or keys, as in the settings of a run.
         offload: none or optimizer, as in the settings of a run.
         optimizer: one of `OPTIMIZERS`: AdamW of torch, or of bitsandbytes in 8 bits with embeddings in 32, as Trainer
-            sets it up.
+            sets it up; or torch's Muon for the matrices of layers (or for all adapters), beside AdamW for the rest.
         lora: rank of the adapters of every Linear of the layers, which alone are trained, in float32; 0: none, all of
             the model is trained.
         experts: auto, gather or move, how tokens and the experts of a mixture meet (topology/experts.py).
@@ -58,8 +58,8 @@ class StepSettings:
     def __post_init__(self) -> None:
         if self.offload == "optimizer" and self.optimizer != "adamw":
             raise ValueError(
-                f"offload: optimizer is not possible with {self.optimizer}, whose moments take 2 bytes a parameter: "
-                "omit one of the two."
+                f"offload: optimizer is not possible with {self.optimizer}: it moves moments of torch's elementwise "
+                "optimizers, such as adamw. Omit one of the two."
             )
 
     @property

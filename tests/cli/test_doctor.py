@@ -88,6 +88,26 @@ def test_moments_in_8_bits_are_counted_as_the_optimizer_has_them(tmp_path, capsy
         assert number * 2**20 == pytest.approx(kept + 8 * sizes["model.embed_tokens.weight"], 0.02)
 
 
+def test_moments_of_muon_are_counted_as_torch_keeps_them(tmp_path, capsys):
+    config = even_llama()
+    assert main([*write(tmp_path, config, grid={"z": 2, "x": 2}), "--optimizer", "muon"]) == 0
+    printed = capsys.readouterr().out
+    number = float(re.search(r"moments \(([\d.]+) KiB, of the layers' matrices Muon's one\)", printed).group(1))
+    model = AutoModelForCausalLM.from_config(config)
+    of_layers = [each for each in model.model.layers.parameters() if each.dim() == 2]
+    others = [each for each in model.parameters() if all(each is not one for one in of_layers)]
+    kept = 0
+    for kind, parameters in ((torch.optim.Muon, of_layers), (torch.optim.AdamW, others)):
+        optimizer = kind(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        for parameter, entries in optimizer.state.items():
+            moments = sum(value.nbytes for value in entries.values() if value.shape == parameter.shape)
+            kept += moments // (4 if parameter.dim() > 1 else 1)
+    assert number * 2**10 == pytest.approx(kept, 1e-3)
+
+
 def test_a_launch_and_a_model_with_nothing_to_mend(tmp_path, capsys):
     command = write(tmp_path, even_llama(), grid={"z": 2, "x": 2})
     assert main([*command, "--batch", "2", "--seq", "64", "--accumulation", "3", "--gpu-memory", "1"]) == 0

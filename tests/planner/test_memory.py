@@ -155,3 +155,22 @@ def test_moments_in_8_bits_are_counted_as_bitsandbytes_keeps_them():
     assert min(adapters) == 64 * 64 and lora.moments == sum(2 * each + each // 32 for each in adapters)
     with pytest.raises(ValueError, match="offload: optimizer is not possible with adamw_8bit"):
         replace(step, offload="optimizer", optimizer="adamw_8bit")
+
+
+def test_of_the_matrices_of_layers_muon_keeps_one_moment():
+    """The vocabulary and norms (of 64, two in a layer and a last one) have AdamW's two; adapters are matrices."""
+    shape, grid = DenseShape(layers=2, hidden=64, heads=4, intermediate=256, vocab=512), Grid(z=2)
+    step = Step(rows=1, seq=4, checkpointing=True, optimizer="muon")
+    matrices = 2 * (4 * 64 * 64 + 3 * 64 * 256) // 2
+    found = memory(shape, grid, step)
+    assert found.moments == 4 * (matrices + 2 * (2 * 512 * 64 // 2 + 5 * 64))
+    assert memory(shape, grid, replace(step, optimizer="adamw")).states - found.states == 4 * matrices
+    assert memory(shape, grid, replace(step, lora=64)).moments == 4 * sum(shape.adapters(64))
+    sizes = dict(hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+    mixture = build_shape(
+        AutoConfig.for_model("mixtral", **sizes, num_key_value_heads=4, num_local_experts=4).to_dict()
+    )
+    adamw, muon = (memory(mixture, Grid(), replace(step, optimizer=kind)) for kind in ("adamw", "muon"))
+    assert adamw.moments - muon.moments == 4 * 2 * 4 * 64 * 64  # experts lie in tensors of three dims
+    with pytest.raises(ValueError, match="offload: optimizer is not possible with muon"):
+        replace(step, offload="optimizer")

@@ -585,6 +585,20 @@ def test_grid_auto_divides_rows_where_there_are_few():
     assert AxonnConfig.from_mapping(section).grid.context == 1
 
 
+def test_grid_auto_counts_the_moments_that_there_will_be():
+    """Two GPUs of 40 GB have no room for gpt-5b with AdamW's moments, but for what each of the others keeps."""
+    auto = {"grid": "auto", "plan": AUTO}
+    with pytest.raises(ValueError, match="no grid of 2 GPUs fits"):
+        resolve_auto(auto, 2, mixed_precision="bf16")
+    section, notes = resolve_auto(auto | {"offload": "optimizer"}, 2, mixed_precision="bf16")
+    assert AxonnConfig.from_mapping(section) == AxonnConfig(grid=Grid(z=2), offload="optimizer")
+    assert "copies of moments from and to host memory are not in the seconds." in notes
+    for kind, untimed in (("adamw_8bit", 0), ("muon", 1)):
+        section, notes = resolve_auto(auto | {"plan": AUTO | {"optimizer": kind}}, 2, mixed_precision="bf16")
+        assert AxonnConfig.from_mapping(section).grid == Grid(z=2)
+        assert sum("orthogonalize matrices is not in the seconds" in note for note in notes) == untimed
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -598,6 +612,11 @@ def test_grid_auto_divides_rows_where_there_are_few():
         ({"grid": "auto", "plan": {**AUTO, "pipe": "two"}}, "pipe is 'two': write sizes"),
         ({"grid": "auto", "plan": {**AUTO, "context": "two"}}, "context is 'two': write sizes"),
         ({"grid": "auto", "plan": {**AUTO, "checkpointing": 1}}, "checkpointing is 1"),
+        ({"grid": "auto", "plan": {**AUTO, "optimizer": "lion"}}, "optimizer is 'lion', but it is one of adamw, "),
+        (
+            {"grid": "auto", "offload": "optimizer", "plan": {**AUTO, "optimizer": "muon"}},
+            "offload: optimizer is not possible with muon",
+        ),
         ({"grid": "auto", "plan": {**AUTO, "model": "gpt-640b"}}, "no grid of 2 GPUs fits"),
     ],
 )
