@@ -179,7 +179,9 @@ def _rank(name: str, rank: int, world: int, threads: int, weights: Path, batches
             first, steps, counted = pipe.recv()
             dist.barrier()
             if counted:
-                pipe.send(_count(training, batches[first % len(batches)]))
+                counts = _count(training, batches[first % len(batches)])
+                _return_free_memory()
+                pipe.send(counts)
                 continue
             begin, begin_cpu = time.perf_counter(), time.process_time()
             losses = [training.step(batches[step % len(batches)]) for step in range(first, first + steps)]
