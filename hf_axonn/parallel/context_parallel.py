@@ -261,15 +261,13 @@ def _forward(
 
 
 def _own_arguments(
-    rows: Rows, names: list[str], given: Mapping[str, Any], makers: list[tuple[dict[str, Any], str, Callable]]
+    rows: Rows, names: list[str], given: dict[str, Any], makers: list[tuple[dict[str, Any], str, Callable]]
 ) -> dict[str, Any]:
     """Return the arguments of a call without a cache, and for this rank's positions where the code has these."""
-    own = dict(given)
-    if "use_cache" in names:
-        own["use_cache"] = False
+    own = given | ({"use_cache": False} if "use_cache" in names else {})
     if not rows.divided:
         return own
-    own |= {name: _take(rows, value) for name, value in given.items() if name not in WHOLE}
+    own = {name: value if name in WHOLE else _take(rows, value) for name, value in own.items()}
     if "position_ids" in names:
         positions = given.get("position_ids")
         several = positions is not None and positions.dim() == 3  # [3 or 4, B, S], of time, height and width

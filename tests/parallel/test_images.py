@@ -97,7 +97,7 @@ def packed(model_type: str) -> Case:
     """Two documents a row, told apart by the first of four position ids, as of Qwen's own collators."""
     ids = images.tiny_batch(model_type)["input_ids"].masked_fill(images.tiny_batch(model_type)["input_ids"] > 120, 3)
     positions = torch.cat([torch.arange(5), torch.arange(images.LENGTH - 5)]).expand(4, len(ids), -1)
-    batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+    batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": positions, "use_cache": False}
     make = functools.partial(_make, model_type, lambda model: model)
     return Case(f"{model_type} packed", make, [batch], cut=lambda batch, *_: batch)
 

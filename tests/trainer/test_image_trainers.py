@@ -67,7 +67,7 @@ def _runs(folder: Path, grid: Grid, truths: list, *, resumed: Grid | None = None
 @pytest.mark.slow
 def test_runs_and_resumed_runs_are_as_on_one_process(tmp_path):
     truths = [train(tmp_path / "one", None, model_type, goldfish=goldfish) for model_type, goldfish in CASES]
-    for grid, resumed in ((Grid(x=2, z=2), Grid(data=2, y=2)), (Grid(z=4), None)):
+    for grid, resumed in ((Grid(x=2, z=2), Grid(data=2, y=2)), (Grid(z=4), None), (Grid(z=4, context=2), None)):
         for found in run_ranks(functools.partial(_runs, resumed=resumed), 4, tmp_path, grid, truths):
             assert max(found) < TOLERANCE, found
 
@@ -133,7 +133,7 @@ def test_the_stock_sft_trainer_is_as_on_one_process(tmp_path, monkeypatch):
         patch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
         truth = fine_tune(tmp_path / "one", None)
     assert truth[0]["loss"] > 1 and truth[0]["entropy"] > 1
-    for found in run_ranks(_fine_tunes, 2, tmp_path, truth, [Grid(x=2), Grid(z=2)]):
+    for found in run_ranks(_fine_tunes, 2, tmp_path, truth, [Grid(x=2), Grid(z=2), Grid(z=2, context=2)]):
         assert max(found) < TOLERANCE, found
 
 
