@@ -30,6 +30,7 @@ logger = get_logger(__name__)
 DOCUMENT_KEYS = ("position_ids", "seq_idx", "attention_mask", "cu_seq_lens_q")
 # Kinds of layers in which a token sees others only through an attention mask; the others carry a state along the row.
 MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
+TOKENWISE_LAYERS = {"mlp", "moe"}  # those in which it sees itself alone
 
 
 def find_document_ids(
@@ -159,7 +160,7 @@ def why_documents_mix(model: nn.Module) -> str:
         return reason
     base = without_peft(model)
     kinds = getattr(text_config(base), "layer_types", None) or () if hasattr(base, "config") else ()
-    if carrying := sorted(set(kinds) - MASKED_LAYERS):
+    if carrying := sorted(set(kinds) - MASKED_LAYERS - TOKENWISE_LAYERS):
         return (
             f"its layers of type {', '.join(carrying)} carry a state along the row, except with kernels that read "
             "seq_idx or cu_seq_lens_q"

@@ -24,6 +24,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer, numbers
 from tests.layers.test_computed_ahead import KINDS as SHARED
 from tests.layers.test_moe import EXPERTS, KINDS
+from tests.parallel.test_context_parallel import MAMBA
 
 
 LENGTHS = (8, 12, 9, 21)
@@ -129,6 +130,7 @@ def _kinds(grid: Grid) -> None:
         assert_equal_to_eager(grid, kind)
     if grid.context > 1:
         assert_equal_to_eager(grid, "falcon")  # gathers whole rows
+        assert_equal_to_eager(grid, "bamba", **MAMBA)  # mixers exchange positions for heads
         assert_equal_to_eager(grid, "llama", lora=True)
         for way in ("heads", "keys"):
             assert_equal_to_eager(grid, "llama", options={"use_cache": False}, checkpoint=False, way=way)

@@ -21,8 +21,10 @@ from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeShortConv
 from hf_axonn import Grid, parallelize
 from hf_axonn.architectures.mixers import divide_mixer
 from hf_axonn.architectures.plan import plan_for
+from hf_axonn.engine.documents import separate_documents, why_documents_mix
 from tests.benchmarks.architectures.survey import in_float64
 from tests.benchmarks.architectures.tiny_configs import tiny_config, tiny_model
+from tests.helpers.adapting import Adapted, adapt
 from tests.helpers.equality import Case, compare, too_large
 from tests.helpers.models import tiny_batch
 from tests.helpers.ranks import refused, run_ranks
@@ -145,6 +147,61 @@ def test_work_and_activations_of_a_rank_fall_as_one_over_x_and_context(kind, gri
     for flops, bytes_ in run_ranks(work, 4, kind, grid):
         assert flops == pytest.approx(whole / 4, rel=0.1)
         assert bytes_ == pytest.approx(kept / 4, rel=0.1)
+
+
+def test_layers_without_a_state_are_not_named_among_those_that_mix_documents():
+    assert "layers of type linear_attention carry a state" in why_documents_mix(tiny_model("nemotron_h"))
+
+
+PACKED = torch.tensor([[*range(7), *range(9)]])  # the second document begins at 7, on the first rank of two
+
+
+def changes(kinds, grid):
+    """Return for each kind the logits of a row of two documents, and the positions at which they change with a token
+    of the first one."""
+    found = {}
+    for kind in kinds:
+        model, _ = parallelize(tiny_model(kind).eval(), grid)
+        ids = tiny_batch(1, 16)["input_ids"]
+        other = ids.clone()
+        other[0, 3] += 1
+        fields = {"position_ids": PACKED} if "position_ids" in inspect.signature(model.forward).parameters else {}
+        with in_float64(), torch.no_grad():
+            batches = [separate_documents(model, {"input_ids": each, **fields}) for each in (ids, other)]
+            before, after = (model(**batch).logits[0] for batch in batches)
+        found[kind] = before, (before - after).abs().amax(dim=-1).gt(1e-12).nonzero().flatten().tolist()
+    return found
+
+
+@pytest.mark.slow
+def test_over_context_a_token_changes_what_it_changes_on_one_process():
+    """States run on into the next document, on CPUs and without seq_idx, and no further than on one process."""
+    kinds = (*KINDS, *OTHERS)
+    expected = changes(kinds, Grid())
+    for found in run_ranks(changes, 2, kinds, ROWS_OF_TWO[0], timeout=560):
+        for kind, (logits, places) in expected.items():
+            assert places[0] == 3 and places[-1] > 7, "its documents are apart on one process"
+            assert found[kind][1] == places, kind
+            assert (found[kind][0] - logits).abs().max() < 1e-10, kind
+
+
+ADAPTERS = {"all": "all-linear", "rows": r".*(out_proj|o_proj)", "attention": r".*(q_proj|v_proj|up_proj|w1)"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ADAPTERS)
+def test_adapters_over_context(where):
+    """Mixers with adapters on their projections gather rows; those with adapters elsewhere exchange them for heads."""
+    adapter = functools.partial(adapt, target_modules=ADAPTERS[where])
+    cases = [
+        Adapted(kind, base=functools.partial(tiny_model, kind), batches=[tiny_batch(4, 7)], adapter=adapter)
+        for kind in ("nemotron_h", "qwen3_5", "lfm2_moe")
+    ]
+    for each in cases:
+        each.context = in_float64
+    assert not too_large(
+        run_ranks(compare, 2, [(each, each.truth()) for each in cases], ROWS_OF_TWO, timeout=560)[0], 1e-10
+    )
 
 
 def adapted(kind):
