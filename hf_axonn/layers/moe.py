@@ -123,9 +123,8 @@ class Experts:
         hidden, choices, weights = self.signature.bind(*args, **kwargs).args
         group = self.state.grid_mesh.group("x", "y")
         flat = hidden.reshape(-1, hidden.shape[-1]).to(self.state.compute_dtype(hidden))
-        enter = _gather if self._sharded else all_reduce_backward
-        flat, weights = enter(flat, group), enter(weights, group)
-        choices = _gather(choices, group) if self._sharded else choices
+        if group.size() > 1:
+            flat, choices, weights = self._enter(flat, choices, weights, group)
         chosen = self._unread if self._few_foreign(flat, choices) else functools.partial(self._chosen, original, None)
         total = self._with_weights(functools.partial(chosen, choices), flat, weights)
         if self._sharded:
@@ -133,6 +132,15 @@ class Experts:
         else:
             total = all_reduce(total, group)
         return total.view(hidden.shape).to(hidden.dtype)
+
+    def _enter(
+        self, hidden: Tensor, choices: Tensor, weights: Tensor, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, choices and their weights of the tokens of all ranks that divide the experts."""
+        enter = _gather if self._sharded else all_reduce_backward
+        if self._sharded:
+            choices = _gather(choices.to(torch.int32), group).to(choices.dtype)
+        return enter(hidden, group), choices, enter(_wide(weights), group).to(weights.dtype)
 
     @property
     def _sharded(self) -> bool:
@@ -238,8 +246,8 @@ class MovingExperts(Experts):
             count = len(flat)
             start, stop = bounds(count, group.size(), group.rank())
             share = ceil_div(count, group.size())
-            flat, weights = (_take_share(value, share, group)[: stop - start] for value in (flat, weights))
-            total = self._move(original, hidden, flat, choices[start:stop], weights)
+            flat, wide = (_take_share(value, share, group)[: stop - start] for value in (flat, _wide(weights)))
+            total = self._move(original, hidden, flat, choices[start:stop], wide.to(weights.dtype))
             total = gather_replicated(pad_dim(total, 0, share), group).flatten(0, 1)[:count]
         return total.view(hidden.shape).to(hidden.dtype)
 
@@ -247,9 +255,8 @@ class MovingExperts(Experts):
         """The sum over all experts of each of this rank's tokens, [T, H]; `given`: the module's input."""
         group = self.state.grid_mesh.group(*DISPATCH)
         routes = self.state.context.once(lambda: find_routes(choices, self.owners, group))
-        # Choices are numbers up to E, which float32 has exactly.
-        dtype = torch.promote_types(weights.dtype, torch.float32)
-        both = torch.cat([weights.to(dtype), routes.choices.to(dtype)], dim=1)
+        wide = _wide(weights)
+        both = torch.cat([wide, routes.choices.to(wide.dtype)], dim=1)  # float32 has numbers up to E exactly
         overlap = self.state.config.overlap.all_to_all
         dispatches = [Dispatch(values, routes, group, overlap=overlap) for values in (hidden, both)]
         try:
@@ -260,6 +267,11 @@ class MovingExperts(Experts):
         arrived, chosen = both.tensor_split(2, dim=1)
         work = functools.partial(self._chosen, original, routes.pairs, chosen.detach().to(choices.dtype))
         return routes.send_back(self._with_weights(work, hidden, arrived.to(weights.dtype)), group)
+
+
+def _wide(weights: Tensor) -> Tensor:
+    """Routing weights as they are sent: in float32 at least, whatever the router returns."""
+    return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def _take_share(value: Tensor, share: int, group: ProcessGroup) -> Tensor:

@@ -128,7 +128,6 @@ class ExpertsShape:
         number: E, of the full model.
         chosen: experts that work on a token.
         weights: [A, B] of each parameter [E, A, B].
-        routing: dtype of the weights of the choices: wide (float32) or compute.
         sorted: whether they are handed all tokens, one expert after another (Llama 4).
         moves: whether each lies whole on one rank of (z, x, y), to which tokens travel (planner/experts.py).
         waiting, ahead: how many of the parts before and after are computed while tokens travel
@@ -138,7 +137,6 @@ class ExpertsShape:
     number: int
     chosen: int
     weights: tuple[LinearShape, ...]
-    routing: str = "wide"
     sorted: bool = False
     moves: bool = False
     waiting: int = 0

@@ -42,7 +42,7 @@ class LayerTrace:
         parts: names of rows (each stands for its block), of experts, and of Linears on their own, in the order in
             which they ended.
         saved: whether anything was saved for backward after the last of them.
-        routing: name of experts -> number of choices of a token, and the dtype of their weights.
+        chosen: name of experts -> number of choices of a token.
         calls: name of a Linear on its own -> its inputs for each token of the batch, and whether they were bfloat16.
         unsharded: name of a module that gets full sequences -> how many tensors of tokens it is given, and whether its
             output was bfloat16.
@@ -50,7 +50,7 @@ class LayerTrace:
 
     parts: list[str] = field(default_factory=list)
     saved: bool = False
-    routing: dict[str, tuple[int, str]] = field(default_factory=dict)
+    chosen: dict[str, int] = field(default_factory=dict)
     calls: dict[str, tuple[Fraction, bool]] = field(default_factory=dict)
     unsharded: dict[str, tuple[int, bool]] = field(default_factory=dict)
 
@@ -217,9 +217,7 @@ class LayerProbe:
         """Stand in for experts, which look at values: let hidden states pass, and note how they are routed."""
         routing = (*routing, *named.values())
         if len(routing) == 2:
-            choices, weights = sorted(routing, key=lambda tensor: tensor.is_floating_point())
-            dtype = "compute" if weights.dtype == torch.bfloat16 else "wide"
-            self.current.routing[name] = (choices.shape[-1], dtype)
+            self.current.chosen[name] = min(routing, key=Tensor.is_floating_point).shape[-1]
         # Backward comes to the router by the sum.
         output = sum((tensor.sum() for tensor in routing if tensor.is_floating_point()), hidden.clone())
         self._end_part(name)

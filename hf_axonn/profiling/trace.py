@@ -318,7 +318,7 @@ class _Finder:
             return self._block(self.blocks[name])
         # Llama 4's experts do not get the choices.
         chosen = getattr(text_config(self.model), "num_experts_per_tok", 1)
-        return _experts(self.modules[name], trace.routing.get(name), chosen)
+        return _experts(self.modules[name], trace.chosen.get(name), chosen)
 
     def _window(self, module: nn.Module) -> int:
         """Sliding window of attention: its own, or that of all layers where the config has but one; 0 for none."""
@@ -355,12 +355,10 @@ class _Finder:
         )
 
 
-def _experts(module: Any, routing: tuple[int, str] | None, configured: int) -> ExpertsShape:
-    chosen, dtype = routing or (configured, "wide")
+def _experts(module: Any, chosen: int | None, configured: int) -> ExpertsShape:
     return ExpertsShape(
         number=module.num_experts,
-        chosen=chosen,
+        chosen=chosen or configured,
         weights=tuple(LinearShape(*getattr(module, name).shape[1:]) for name in expert_weights(module)),
-        routing=dtype,
-        sorted=routing is None,
+        sorted=chosen is None,
     )

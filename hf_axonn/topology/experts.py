@@ -107,7 +107,7 @@ class WaysSent(NamedTuple):
 
 
 def bytes_sent(
-    layers: Iterable[tuple[int, Iterable[Sequence[int]]]], chosen: int, hidden: int, grid: Grid, *, routing: int = 4
+    layers: Iterable[tuple[int, Iterable[Sequence[int]]]], chosen: int, hidden: int, grid: Grid
 ) -> WaysSent:
     """Return the bytes that rank 0 sends, forward and backward without recomputation, of a model cut by blocks.
 
@@ -117,18 +117,16 @@ def bytes_sent(
         layers: (E, [A, B] of each parameter [E, A, B]) of each layer.
         chosen: k experts of a token.
         hidden: features of a token.
-        routing: bytes of a routing weight of the model's router, which `gather` sends as they are: 4, or 2 of a router
-            that returns them in the dtype of the hidden states. `move` sends them in float32.
     """
-    narrow, wide, index = 2, 4, 8
+    narrow, wide, size = 2, 4, 8  # of hidden states; of choices, their weights and reductions; of a number of rows
     ranks, all_ranks, place = grid.x * grid.y, grid.z * grid.x * grid.y, grid.place(0)
     weights = sizes = gathered = moved = 0.0
     for number, shapes in layers:
         own = len(own_experts(number, place, over_z=False))
         elements = sum(own * rows * ceil_div(columns, grid.z) for rows, columns in shapes)
         weights += elements * (2 * narrow + wide) * (grid.z - 1)
-        gathered += (4 * hidden * narrow + chosen * (2 * routing + index)) * (ranks - 1)
-        sizes += index * (1 + chosen) * (all_ranks - 1)
+        gathered += (4 * hidden * narrow + 3 * chosen * wide) * (ranks - 1)
+        sizes += size * (1 + chosen) * (all_ranks - 1)
         rows, pairs = expect_rows(number, chosen, grid), 2 * chosen * wide
         moved += float(rows.sent + rows.received) * (2 * hidden * narrow + pairs)
     return WaysSent(weights, sizes, gathered, moved)

@@ -207,9 +207,8 @@ def test_from_some_tokens_on_gather_sends_fewer_bytes(grid):
     """The report's arithmetic, of the experts alone, and the planner's, of a whole step, are one to the byte."""
     step = replace(STEP, checkpointing=False, micro_batches=1)
     (experts, *_), own = MODEL.experts, step.padded_tokens(grid) // (grid.x * grid.y)
-    assert experts.routing == "compute"
     layers = MODEL.depth * [(experts.number, [weight[:2] for weight in experts.weights])]
-    sent = bytes_sent(layers, experts.chosen, MODEL.hidden, grid, routing=2)
+    sent = bytes_sent(layers, experts.chosen, MODEL.hidden, grid)
     found = compare_bytes(MODEL, grid, step)
     fewer = sent.weights + sent.gathered * own - sent.sizes - sent.moved * own
     # The planner's exchanges, six of a layer, are of whole bytes.

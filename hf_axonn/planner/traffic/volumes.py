@@ -41,7 +41,8 @@ from hf_axonn.topology.weight_kind import WeightKind
 
 
 RESIDUAL_LAYOUTS = ("token", "feature")
-INDEX_BYTES = 8  # of the number of an expert
+INDEX_BYTES = 8  # of a number of rows, or of a row
+CHOICE_BYTES = 4  # of the number of an expert
 CHUNK_LOGITS = 2**26  # as in losses/head_chunks.py
 BUCKET_BYTES = 32 * 2**20  # as in engine/gradient_sync.py
 
@@ -293,7 +294,7 @@ class StepAccount:
                 most = own_experts(experts, self.grid, dict.fromkeys(self.here, 0))
                 self.add_pair(last, "all_gather", None, ("x", "y"), most * self.tokens * self.shape.hidden)
                 return
-            ledger.add("backward", "all_reduce", ("x", "y"), self.tokens * experts.chosen * self.routing(experts))
+            ledger.add("backward", "all_reduce", ("x", "y"), self.tokens * experts.chosen * self.wide)
             self.add_pair(last, "all_reduce", None, ("x", "y"), self.tokens * self.shape.hidden)
             return
         if experts.sorted:
@@ -303,19 +304,16 @@ class StepAccount:
             return
         self.add_pair(ledger, "all_gather", "reduce_scatter", ("x", "y"), own)
         chosen = self.padded // parts * experts.chosen
-        ledger.add("forward", "all_gather", ("x", "y"), chosen * INDEX_BYTES)
-        weights = (
-            chosen * {"wide": self.wide, "stream": step.param_bytes, "compute": step.compute_bytes}[experts.routing]
-        )
-        ledger.add("forward", "all_gather", ("x", "y"), weights)
-        ledger.add("backward", "reduce_scatter", ("x", "y"), weights)
+        ledger.add("forward", "all_gather", ("x", "y"), chosen * CHOICE_BYTES)
+        ledger.add("forward", "all_gather", ("x", "y"), chosen * self.wide)
+        ledger.add("backward", "reduce_scatter", ("x", "y"), chosen * self.wide)
         self.add_pair(last, "reduce_scatter", "all_gather", ("x", "y"), own)
 
     def add_moving_tokens(self, ledger: Ledger, last: Ledger, experts: ExpertsShape) -> None:
         """Add the ways of tokens to experts that lie whole on one rank, and back (layers/token_routes.py)."""
         own = self.padded // (self.grid.x * self.grid.y)  # tokens of this rank
         if self.shape.loose:  # all tokens are here: each rank sends its share of them, and gathers the sums of all
-            for size in (self.shape.hidden * self.step.compute_bytes, experts.chosen * self.routing(experts)):
+            for size in (self.shape.hidden * self.step.compute_bytes, experts.chosen * self.wide):
                 ledger.add("backward", "all_gather", ("x", "y"), own * size)
             last.add("forward", "all_gather", ("x", "y"), own * self.shape.hidden * self.step.compute_bytes)
         there, back = expected_rows(experts, self.grid, self.rank)
@@ -350,10 +348,6 @@ class StepAccount:
             if axis in partial and not self.step.lora:
                 ledger.add("backward", "reduce_scatter", (axis,), block)
             block *= getattr(self.grid, axis)
-
-    def routing(self, experts: ExpertsShape) -> int:
-        """Bytes of the weight of a choice."""
-        return self.step.compute_bytes if experts.routing == "compute" else self.wide
 
     def expert_elements(self, experts: ExpertsShape) -> int:
         """Elements of one rank's shards of all experts' weights that are gathered over z, padded."""
