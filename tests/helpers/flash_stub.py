@@ -3,6 +3,9 @@
     with flash_attention():                     Transformers finds flash_attn in this process
         model.config._attn_implementation_internal = "flash_attention_2"
 
+Flash attention 3 and kernels of the Hub have no dropout among their arguments. A kernel's name is made known as
+Transformers does that when it has loaded one.
+
 On a CPU they take float64, so that a grid can be compared with one process. On fake CUDA tensors, which have no
 values, the output has the right shape and depends on all inputs.
 """
@@ -10,9 +13,11 @@ values, the output has the right shape and depends on all inputs.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,26 +25,50 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import modeling_flash_attention_utils as utils
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 WIDEST = 256  # features of a head
 
 
 @contextlib.contextmanager
-def flash_attention() -> Iterator[None]:
-    """Let Transformers' flash_attention_2 call the functions of this file."""
+def flash_attention(name: str = "flash_attention_2") -> Iterator[None]:
+    """Let Transformers' implementation of this name call the functions of this file."""
+    usual = name == "flash_attention_2"
+    of_rows, of_documents = (
+        each if usual else _without_dropout(each) for each in (flash_attn_func, flash_attn_varlen_func)
+    )
     loaded = dict(
-        _loaded_implementation="flash_attention_2",
-        _flash_fn=flash_attn_func,
-        _flash_varlen_fn=flash_attn_varlen_func,
+        _loaded_implementation=name,
+        _flash_fn=of_rows,
+        _flash_varlen_fn=of_documents,
         _flash_with_kvcache_fn=None,
         _pad_fn=utils._pad_input,
         _unpad_fn=utils._unpad_input,
-        _process_flash_kwargs_fn=utils._lazy_define_process_function(flash_attn_varlen_func),
+        _process_flash_kwargs_fn=utils._lazy_define_process_function(of_documents),
         _process_with_kvcache_kwargs_fn=dict,
     )
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(name, flash_attention_forward)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
     with mock.patch.multiple(utils, **loaded):
         yield
+
+
+def _without_dropout(function: Callable) -> Callable:
+    """The same function with a signature that has no dropout_p, and that refuses one."""
+    signature = inspect.signature(function)
+    others = [each for name, each in signature.parameters.items() if name not in ("dropout_p", "options")]
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Tensor:
+        assert "dropout_p" not in options
+        return function(*args, **options)
+
+    call.__signature__ = signature.replace(parameters=others)
+    return call
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

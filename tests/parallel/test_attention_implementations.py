@@ -24,13 +24,16 @@ from tests.parallel.test_context_parallel import BOUND, GEMMA, TWO
 pytestmark = pytest.mark.usefixtures("device")
 
 
-def with_flash(kind, **changes):
+OTHERS = ("flash_attention_3", "kernels-community/flash-attn3")
+
+
+def with_flash(kind, implementation, **changes):
     model = tiny_model(kind, **changes)
-    model.config._attn_implementation_internal = "flash_attention_2"
+    model.config._attn_implementation_internal = implementation
     return model
 
 
-def flash_cases():
+def flash_cases(implementation="flash_attention_2"):
     """Cases on one process, and the same by flash attention on a grid: whole rows, windows, soft caps, packed rows."""
     window = dict(sliding_window=5)
     row = {name: value[:1] for name, value in packed().items()}
@@ -48,12 +51,12 @@ def flash_cases():
         batch.pop("attention_mask", None)
         case = Case(f"{kind} {list(batch)}", functools.partial(tiny_model, kind, **changes), [batch])
         case = dataclasses.replace(case, before=before or case.before)
-        made = functools.partial(with_flash, kind, **changes)
+        made = functools.partial(with_flash, kind, implementation, **changes)
         yield dataclasses.replace(case, make=made, config=config_of), case.truth()
 
 
-def compare_flash(cases, grids):
-    with flash_attention():
+def compare_flash(cases, grids, implementation="flash_attention_2"):
+    with flash_attention(implementation):
         return compare(cases, grids)
 
 
@@ -79,6 +82,14 @@ def test_flash_and_flex_attention_equal_one_process():
     table, flex = run_ranks(compare_both, 2, cases, [*TWO, Grid(x=2), Grid(y=2)])[0]
     assert len(table) == 3 * len(cases) and not too_large(table, BOUND)
     assert len(flex) == 2 and max(flex.values()) < 1e-6, flex
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_flash_attention_3_and_kernels_of_the_hub_are_called_as_flash_attention_2(implementation):
+    cases = list(flash_cases(implementation))
+    table = run_ranks(compare_flash, 2, cases, [*TWO, Grid(x=2)], implementation)[0]
+    assert len(table) == 2 * len(cases) and not too_large(table, BOUND)
 
 
 @pytest.mark.slow

@@ -297,14 +297,15 @@ def test_reading_slices_saving_and_exporting(tmp_path, model_type):
 def main() -> None:
     """Print a table of types and grids, with the largest error of each."""
     types = sys.argv[1].split(",") if len(sys.argv) > 1 else list(images.TYPES)
-    grids = sys.argv[2].split(",") if len(sys.argv) > 2 else list(GRIDS)
+    every = GRIDS | DIVIDED
+    grids = sys.argv[2].split(",") if len(sys.argv) > 2 else [*GRIDS, "z2c2"]
     print(f"| model type | how | {' | '.join(grids)} |\n|---|---|{'--:|' * len(grids)}")
     for model_type in types:
         compared = [case(model_type, rows, steps=3) for rows in BATCHES]
         with_truth: list[tuple[Case, Outcome]] = [(each, each.truth()) for each in compared]
         errors = []
         for name in grids:
-            table = run_ranks(compare, GRIDS[name].size, with_truth, [GRIDS[name]])[0]
+            table = run_ranks(compare, every[name].size, with_truth, [every[name]])[0]
             errors.append(max(error for each in table.values() for error in each.values()))
         how = plan_for(images.tiny_model(model_type)).summary()
         print(f"| {model_type} | {how} | {' | '.join(f'{error:.0e}' for error in errors)} |", flush=True)
