@@ -71,7 +71,9 @@ def test_texts_that_differ_reveal_more_and_exact_ones_do_not(tokenizer):
         return study.hidden_characters(texts, tokenizer, variant, copies, **options)
 
     once = share("exact", 1)
-    assert once == pytest.approx(0.25, abs=0.08) and share("exact", 3) == once
+    # 1,771 tokens with 2,537 letters, each token dropped by a coin of 1/4: the standard error of the share of letters
+    # is (3/16 sum of letters^2)^1/2 / 2,537 = 0.0113. Four of them.
+    assert once == pytest.approx(0.25, abs=0.045) and share("exact", 3) == once
     assert max(share("line breaks", 3), share(study.SEGMENTED, 3)) < 0.9 * once
     assert share("doubled spaces after sentences", 2) <= once and tokenizer.model.dropout is None
 
