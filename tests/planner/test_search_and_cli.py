@@ -78,13 +78,18 @@ def test_what_fits_nowhere_is_said_with_numbers():
         plan(JOB, 0)
 
 
-def test_all_grids_of_32768_gpus_are_ranked_with_little_work():
-    """Under a second on one core (docs/planning.md); here counted in calls of Python, which no load changes."""
+@pytest.mark.parametrize(
+    ("gpus", "most"),  # 1.29 and 2.8 million when this was written
+    [(2048, 1_600_000), pytest.param(32768, 3_500_000, marks=pytest.mark.slow)],
+)
+def test_all_grids_are_ranked_with_little_work(gpus, most):
+    """Those of 32,768 GPUs under a second on one core (docs/planning.md); here counted in calls of Python, which no
+    load changes."""
     job = Job(shape=load_shape("gpt-320b"), machine=load_machine("frontier"), sequences=8192, seq=2048)
     plan(job, 64)  # imports, tables
-    calls, found = calls_of(plan, job, 32768)
-    assert len(found.ranked) + len(found.too_big) > 700
-    assert calls < 3_500_000  # 2.8 million when this was written
+    calls, found = calls_of(plan, job, gpus)
+    assert len(found.ranked) + len(found.too_big) > 0.86 * len(grids(gpus))
+    assert calls < most
 
 
 def test_another_order_of_axes_is_never_slower_and_is_found():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from dataclasses import dataclass, field, replace
 
@@ -191,16 +192,25 @@ def test_a_training_step_issues_what_volumes_says(world, often, monkeypatch):
             assert not wrong, f"rank {rank} on {where}, {case}: (counted, said) of {wrong}"
 
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name.startswith(("LoRA,", "LoRA ")) else name for name in CASES],
+    ("name", "grids"),
+    [
+        # Each grid has at least two cases, and each case two grids.
+        *((name, DIVIDED[place % 3 :: 3]) for place, name in enumerate(CASES) if not name.startswith("LoRA")),
+        ("LoRA", DIVIDED[2::3]),
+        *(SLOW(name, DIVIDED) for name in CASES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} grids",
 )
-def test_rows_over_context_send_what_volumes_says(name, monkeypatch):
+def test_rows_over_context_send_what_volumes_says(name, grids, monkeypatch):
     """On grids in this process, of which one rank is there: the last, which fills up a position of 7."""
     monkeypatch.setattr(head_chunks, "CHUNK_LOGITS", 1500)
     monkeypatch.setattr(arithmetic, "CHUNK_LOGITS", 1500)
     case = CASES[name]
-    for grid, way in itertools.product(DIVIDED, ("heads", "keys")):
+    for grid, way in itertools.product(grids, ("heads", "keys")):
         if way == "heads" and gathers_keys(case.shape, grid, "auto"):
             way = "auto"
         setting = {"context_attention": way}
