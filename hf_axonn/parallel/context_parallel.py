@@ -21,7 +21,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -207,11 +207,12 @@ def install_context(state: ShardedModel, model: nn.Module, plan: ShardingPlan, c
         if _follows_longest_row(module):
             patch_forward(module, functools.partial(_rotary, state))
     towers = tuple(type(model.get_submodule(tower.decoder).config) for tower in plan.towers if tower.decoder)
-    makers = [(*place, functools.partial(_make_mask, state, towers)) for place in mask_functions(model)]
+    make_mask: Callable = functools.partial(_make_mask, state, towers)
+    makers: list[tuple[dict[str, Any], str, Callable]] = [(*place, make_mask) for place in mask_functions(model)]
     makers += [(*place, _make_alibi) for place in alibi_functions(model)]
     assert plan.decoder is not None  # `choose_rows` has seen to that
     decoder = model.get_submodule(plan.decoder)
-    around: list[nn.Module] = [model, model.base_model] if towers else [model]
+    around = [model, cast(nn.Module, model.base_model)] if towers else [model]
     for each in dict.fromkeys((*around, decoder)):
         names = list(inspect.signature(each.forward).parameters)
         whole = bool(towers) and each is not decoder
@@ -270,8 +271,10 @@ def _own_arguments(
     own = {name: value if name in WHOLE else _take(rows, value) for name, value in own.items()}
     if "position_ids" in names:
         positions = given.get("position_ids")
-        several = positions is not None and positions.dim() == 3  # [3 or 4, B, S], of time, height and width
-        own["position_ids"] = torch.stack([*map(rows.take, positions)]) if several else rows.take(rows.position_ids)
+        if positions is None or positions.dim() == 2:
+            own["position_ids"] = rows.take(rows.position_ids)
+        else:  # [3 or 4, B, S], of time, height and width
+            own["position_ids"] = torch.stack([rows.take(each) for each in positions])
     alibi = any(make is _make_alibi for *_, make in makers)
     if rows.attention_mask is None and (rows.filled or alibi):  # for what else reads it: routers' auxiliary loss, too
         own["attention_mask"] = rows.take(torch.ones_like(rows.position_ids).expand(rows.batch, -1))
