@@ -68,12 +68,14 @@ def test_the_logs_are_of_a_goldfish_run(truth):
     assert abs(first["loss_kept"] - first["loss_all"]) > 1e-3
 
 
-def test_a_broken_run_resumes_on_another_grid(runs, truth):
-    run_ranks(_resume_all, 4, runs, truth[0] / "checkpoint-2", truth[1])
+# What the first saved is resumed on one process below, and on the third grid with the slow tests.
+@pytest.mark.parametrize("places", [[0, 1], pytest.param([2], marks=pytest.mark.slow)], ids=["two", "the third"])
+def test_a_broken_run_resumes_on_another_grid(runs, truth, places):
+    run_ranks(_resume_all, 4, runs, truth[0] / "checkpoint-2", truth[1], places)
 
 
-def _resume_all(folder: Path, plain: Path, truth: list[dict]) -> None:
-    for index, grid in enumerate(GRIDS):
+def _resume_all(folder: Path, plain: Path, truth: list[dict], places: list[int]) -> None:
+    for index, grid in ((place, GRIDS[place]) for place in places):
         # The second, with context, goes on with what one process saved, and the first with what it saved.
         other = plain if index == 1 else folder / str((index + 1) % len(GRIDS)) / "checkpoint-2"
         history = train(folder / f"resumed-{index}", grid, resume=other)
