@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn import parallelize
+from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.compat.torch import like_dtensor, placement_of, shard_in
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.gradient_sync import sync_gradients
@@ -178,6 +179,7 @@ class Case:
     def truth(self) -> Outcome:
         """The run on one process. Called before the ranks are started, which inherit it."""
         model = self.make().train()
+        find_readers(model)  # sources that each rank of each launch would read and parse for itself are known then
         self.before(model)
         with self.context():
             return self.fit(model, self.batches)
