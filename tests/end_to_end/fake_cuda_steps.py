@@ -104,7 +104,7 @@ def zero_bubble(kind: str, reads: HostReads) -> None:
 def context(kind: str, reads: HostReads, way: str = "heads") -> None:
     """Rows of a length that context does not divide."""
     config = AxonnConfig(grid=DIVIDED_ROWS, context_attention=way)
-    model, _ = parallelize(make_fake(kind, num_hidden_layers=2), config=config)
+    model, _ = parallelize(make_fake(kind), config=config)
     with mock.patch.object(sys.modules[__name__], "SEQ", SEQ - 1):
         train(model, reads)
 
@@ -267,11 +267,12 @@ def goldfish(kind: str, reads: HostReads) -> None:
         trainer(kind, reads, goldfish=True)
 
 
-def evaluate(kind: str, reads: HostReads) -> None:
+def evaluate(kind: str, reads: HostReads, fault=lambda: None) -> None:
     model = parallelize(make_fake(kind), GRID)[0].eval()
     for before in ("first ", ""):
         with reads.phase(f"{before}forward"), torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
             assert model(**batch()).loss.is_cuda
+            fault()
 
 
 def generate(kind: str, reads: HostReads, tokens: int = 5, **options) -> None:
@@ -302,7 +303,7 @@ def sample(kind: str, reads: HostReads) -> None:
 
 def host_read(kind: str, reads: HostReads) -> None:
     number = torch.ones((), device="cuda")
-    train(parallelize(make_fake(kind), GRID)[0], reads, number.item)
+    evaluate(kind, reads, number.item)
 
 
 def two_devices(kind: str, reads: HostReads) -> None:
