@@ -5,14 +5,15 @@
     hidden_states = self.experts(hidden_states, ...)
     return hidden_states + self.shared_experts(residual)
 
-    shared = self.shared_expert(hidden_states)        # nothing uses `shared`
+    shared = self.shared_expert(hidden_states)        # nothing but other such modules
+    shared = self.norm(shared)                        # uses `shared`
     routed = self.experts(hidden_states, ...)         # until here
     return routed + shared
 
 layers/computed_ahead.py computes them while tokens travel: those that are called after the experts before their call,
-those that are called before the experts after it. A module after the experts whose input is made in its call
-(`self.shared_experts(hidden.view(shape))`) is not among them. The source decides when they are computed, never what
-they compute.
+those that are called before the experts after it. A module after the experts that gets a view which is made in its
+call (`self.shared_experts(hidden.view(shape))`) is computed of the input of the mixture, whose view that is where it
+is among them (compat/torch.py). The source decides when they are computed, never what they compute.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from hf_axonn.layers.computed_ahead import Beside
+
+
+VIEWS = ("view", "reshape")
 
 
 def find_beside(model: nn.Module, experts: str) -> dict[str, dict[str, Beside]]:
@@ -45,18 +49,18 @@ def find_beside(model: nn.Module, experts: str) -> dict[str, dict[str, Beside]]:
 
 
 def _children_beside(module: nn.Module, experts: str) -> dict[str, Beside]:
-    found = dict(_called_beside(type(module).forward, experts))
-    children = {name: child for name in found if (child := module._modules.get(name)) is not None}
-    # A norm before the experts is not worth it.
-    return {
-        name: found[name]
-        for name, child in children.items()
-        if found[name] is not Beside.BEFORE or any(True for _ in child.children())
-    }
+    found: dict[str, Beside] = {}
+    for names, beside in _called_beside(type(module).forward, experts):
+        children = [module._modules.get(name) for name in names]
+        # A norm alone before the experts is not worth it.
+        worth = beside is not Beside.BEFORE or any(child and any(True for _ in child.children()) for child in children)
+        if worth and None not in children:
+            found |= dict.fromkeys(names, beside)
+    return found
 
 
 @functools.cache
-def _called_beside(forward, experts: str) -> tuple[tuple[str, Beside], ...]:
+def _called_beside(forward, experts: str) -> tuple[tuple[tuple[str, ...], Beside], ...]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):  # made without a source
@@ -66,11 +70,15 @@ def _called_beside(forward, experts: str) -> tuple[tuple[str, Beside], ...]:
         return ()
     reader = _Reader(function.args.args[1].arg, experts)
     reader.read(function.body)
-    return tuple(reader.found.items())
+    return tuple(reader.found)
 
 
 class _Reader:
     """Reads statements in the order in which they run.
+
+    Attributes:
+        found: children that can be computed while tokens travel: each after the experts, and together those before
+            them of which one gets the result of the other.
 
     Args:
         mixture: name of the input.
@@ -78,12 +86,13 @@ class _Reader:
     """
 
     def __init__(self, mixture: str, experts: str) -> None:
-        self.found: dict[str, Beside] = {}
+        self.found: list[tuple[tuple[str, ...], Beside]] = []
         self._experts = experts
         self._of_mixture: object = object()
         self._of_experts: object = None
         self._values: dict[str, object] = {mixture: self._of_mixture}  # which tensor a name stands for
-        self._unused: dict[str, str] = {}  # names of results that nothing has used -> the children that made them
+        self._unused: dict[str, tuple[str, ...]] = {}  # names of results that nothing has used -> what made them
+        self._used: dict[ast.Name, tuple[str, ...]] = {}  # first uses of such results
 
     def read(self, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
@@ -104,7 +113,7 @@ class _Reader:
             if isinstance(node, ast.Call):
                 self._read_call(node)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                self._unused.pop(node.id, None)
+                self._used[node] = self._unused.pop(node.id, ())
             elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
                 self._read_assignment(node)
 
@@ -112,10 +121,10 @@ class _Reader:
         child, value = _name_of_child(call.func), self._values.get(_first_name(call))
         if child == self._experts:
             self._of_experts = value or object()
-            self.found |= dict.fromkeys(self._unused.values(), Beside.BEFORE)
-        elif child and value and self._of_experts and _one_name(call):
-            if value in (self._of_mixture, self._of_experts):
-                self.found[child] = Beside.OF_MIXTURE if value is self._of_mixture else Beside.OF_EXPERTS
+            self.found += [(names, Beside.BEFORE) for names in self._unused.values()]
+        elif child and value in (self._of_mixture, self._of_experts) and self._of_experts and _one_name(call):
+            whole = value is self._of_mixture or not isinstance(call.args[0], ast.Name)
+            self.found.append(((child,), Beside.OF_MIXTURE if whole else Beside.OF_EXPERTS))
 
     def _read_assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> None:
         given = None if isinstance(node, ast.AugAssign) else node.value
@@ -124,7 +133,8 @@ class _Reader:
         self._values |= {name: same or object() for name in names}
         alone = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and len(names) == 1
         if alone and isinstance(given, ast.Call) and _one_name(given) and _name_of_child(given.func):
-            self._unused[names[0]] = _name_of_child(given.func)
+            before = self._used.get(given.args[0], ()) if isinstance(given.args[0], ast.Name) else ()
+            self._unused[names[0]] = (*before, _name_of_child(given.func))
 
 
 def _end(node: ast.AST) -> tuple[int, int, bool]:
@@ -133,12 +143,15 @@ def _end(node: ast.AST) -> tuple[int, int, bool]:
 
 
 def _first_name(call: ast.Call) -> str:
-    """Return the first argument of a call if it is a name, else nothing."""
-    return call.args[0].id if call.args and isinstance(call.args[0], ast.Name) else ""
+    """Return the first argument of a call if it is a name or a view of one (`name.view(shape)`), else nothing."""
+    first = call.args[0] if call.args else None
+    if isinstance(first, ast.Call) and isinstance(first.func, ast.Attribute) and first.func.attr in VIEWS:
+        first = first.func.value
+    return first.id if isinstance(first, ast.Name) else ""
 
 
 def _one_name(call: ast.Call) -> str:
-    """Return the only argument of a call if it is a name, else nothing."""
+    """Return the only argument of a call if it is a name or a view of one, else nothing."""
     return "" if call.args[1:] or call.keywords else _first_name(call)
 
 

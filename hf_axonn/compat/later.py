@@ -22,7 +22,7 @@ class Later(Tensor):
 
     Args:
         module: what is computed.
-        hidden: its input.
+        hidden: its input, a tensor or the `Later` of a module before it.
     """
 
     REFUSED = (
@@ -32,27 +32,27 @@ class Later(Tensor):
     )
     _compute: Callable[[], Tensor] | None
     _output: Tensor
+    _changes: int  # of the output when it was computed
+    _first: Tensor  # the input of the first module
 
     @staticmethod
     def __new__(cls, module: nn.Module, hidden: Tensor) -> Later:
-        later = Tensor._make_wrapper_subclass(cls, (0,), dtype=hidden.dtype, device=hidden.device)
-        changes, gradients, autocast = (
-            changes_of(hidden),
-            torch.is_grad_enabled(),
-            autocast_settings(hidden.device.type),
-        )
+        first = hidden._first if isinstance(hidden, Later) else hidden
+        later = Tensor._make_wrapper_subclass(cls, (0,), dtype=first.dtype, device=first.device)
+        changes, gradients, autocast = changes_of(first), torch.is_grad_enabled(), autocast_settings(first.device.type)
 
         def compute() -> Tensor:
-            if changes_of(hidden) != changes:
+            given, before = (hidden.output(), hidden._changes) if isinstance(hidden, Later) else (hidden, changes)
+            if changes_of(given) != before:
                 raise RuntimeError(
                     f"the input of a {type(module).__name__} was changed in place after the call, but with experts: "
                     "move it is computed while tokens travel. Use experts: gather for this model."
                 )
-            again = autocast_settings(hidden.device.type) != autocast
+            again = autocast_settings(first.device.type) != autocast
             with torch.set_grad_enabled(gradients), torch.autocast(**autocast) if again else contextlib.nullcontext():
-                return module(hidden)
+                return module(given)
 
-        later._compute = compute
+        later._compute, later._first = compute, first
         return later
 
     def output(self) -> Tensor:
@@ -64,6 +64,7 @@ class Later(Tensor):
         if self._compute is not None:
             compute, self._compute = self._compute, None
             self._output = compute()
+            self._changes = changes_of(self._output)
         return self._output
 
     @classmethod

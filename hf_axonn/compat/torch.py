@@ -223,6 +223,19 @@ def changes_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def is_view(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether a tensor is another, or has its elements in its shape by views, and so its gradients."""
+    if tensor is other:
+        return True
+
+    def layout(each: torch.Tensor) -> tuple:
+        return each.untyped_storage()._cdata, each.storage_offset(), each.shape, each.stride(), each.dtype
+
+    if tensor.requires_grad != other.requires_grad or layout(tensor) != layout(other):
+        return False
+    return not tensor.requires_grad or tensor._base is (other if other._base is None else other._base)
+
+
 def shard_has_changed(parameter: DTensor) -> None:
     """Count a change of this rank's shard, for `version_of` and for what autograd has saved of it."""
     torch.autograd.graph.increment_version(parameter._local_tensor)

@@ -5,7 +5,8 @@ result after (architectures/shared_experts.py finds them). Once the tokens have 
 
     called after     the model's later call takes the result; with any other input it runs as ever. So it is where the
                      code around the mixture calls it
-    called before    the model's call returns a `Later`; code that uses it before the experts computes it there
+    called before    the model's call returns a `Later`, and so does that of another such module of it, as a norm; code
+                     that uses it before the experts computes it there
 
 In each case a module runs once, with its hooks and adapters.
 """
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from hf_axonn.compat.later import Later, take_outputs
-from hf_axonn.compat.torch import changes_of
+from hf_axonn.compat.torch import changes_of, is_view
 from hf_axonn.layers.base import patch_forward, replaced, split_hidden_states
 
 
@@ -46,7 +47,12 @@ class ComputedAhead:
         self._after = [_After(module) for module in after]
         self._input: Tensor | None = None
         self._calls: dict[str, _Call] = {}
-        patch_forward(mixture, self._forward)
+        patch_forward(mixture, self.run)
+
+    def keep_order(self) -> None:
+        """Let the mixture's own code call these children in its order from now on, as in a graph of torch.compile, to
+        which no tensor can be given that stands for another."""
+        self._beside = {}
 
     def compute(self, hidden: Tensor) -> None:
         """Compute the modules now. Collectives: those of the modules.
@@ -60,7 +66,8 @@ class ComputedAhead:
         for module in self._after:
             module.run(self._input)
 
-    def _forward(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Return `forward(*args, **kwargs)` of the mixture, with modules in it that can be computed ahead."""
         self._input, *_ = split_hidden_states(args, kwargs)
         self._calls = {
             name: _Call(self._mixture.get_submodule(name), waits=beside is Beside.BEFORE)
@@ -69,7 +76,7 @@ class ComputedAhead:
         try:
             # An entry of __dict__ is found before nn.Module looks among its modules.
             with replaced(self._mixture.__dict__, self._calls):
-                return take_outputs(original(*args, **kwargs))
+                return take_outputs(forward(*args, **kwargs))
         except BaseException:  # a layer that is recomputed may end in here
             for module in self._after:
                 module.forget()
@@ -87,7 +94,9 @@ class _Computed(NamedTuple):
 
     def is_of(self, args: tuple, kwargs: dict) -> bool:
         """Return whether these are the arguments of a call that has this output."""
-        return len(args) == 1 and not kwargs and args[0] is self.hidden and changes_of(self.hidden) == self.changes
+        return (
+            len(args) == 1 and not kwargs and is_view(args[0], self.hidden) and changes_of(self.hidden) == self.changes
+        )
 
 
 class _Call:
@@ -118,6 +127,7 @@ class _Call:
         if self._waits and len(args) == 1 and not kwargs:
             self._waits, self._later = False, Later(self._module, *args)
             return self._later
+        args, kwargs = take_outputs((args, kwargs))
         computed, self._computed = self._computed, None
         return computed.output if computed and computed.is_of(args, kwargs) else self._module(*args, **kwargs)
 

@@ -232,7 +232,7 @@ class MovingExperts(Experts):
         self.owners = torch.tensor([rank_of[expert] for expert in sorted(rank_of)], device=state.grid_mesh.device)
         self.meanwhile: ComputedAhead | None = None
 
-    def compute_meanwhile(self, meanwhile: ComputedAhead | None) -> None:
+    def compute_meanwhile(self, meanwhile: ComputedAhead) -> None:
         """Let modules beside the experts be computed while tokens travel."""
         self.meanwhile = meanwhile
 

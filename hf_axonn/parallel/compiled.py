@@ -88,6 +88,8 @@ def compile_regions(state: ShardedModel, model: nn.Module, **options: Any) -> No
     state.add_regions(regions)
     for module, region in state.regions.items():
         patch_innermost(module, region.forward)
+        if module in state.ahead:
+            state.ahead[module].keep_order()
     for module in dict.fromkeys(child for region in modules for child in region.modules()):
         if _is_opaque(module):
             module.forward = torch.compiler.disable(module.forward)

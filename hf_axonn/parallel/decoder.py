@@ -169,7 +169,7 @@ class PassKeeper:
     and the seed of its dropout are put back, and what it found out (`PassContext.once`) is there.
 
     With a checkpoint in its forward what then runs is the forward of its class without what was put around it, so its
-    own parameters are put back, too.
+    own parameters are put back, too, and what it computes while tokens travel to experts of its own.
     """
 
     def __init__(self, state: ShardedModel, layer: nn.Module, checkpoint: Callable) -> None:
@@ -187,8 +187,10 @@ class PassKeeper:
                 with context.with_first_run(first_run):
                     return function(*inner_args, **inner_kwargs)
             first_run.begin_again()
+            ahead = self.state.ahead.get(self.layer) if checkpoints_in_forward() else None
+            forward = function if ahead is None else functools.partial(ahead.run, function)
             with again(), context.with_first_run(first_run), self._plain_parameters():
-                return function(*inner_args, **inner_kwargs)
+                return forward(*inner_args, **inner_kwargs)
 
         return self.checkpoint(run, *args, **kwargs)
 

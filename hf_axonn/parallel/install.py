@@ -236,14 +236,17 @@ def _install_experts(model: nn.Module, kinds: dict[int, WeightKind], state: Shar
             _note(state, name, module, kind)
             layer = state.sharded_layers[module]
             if isinstance(layer, MovingExperts):
-                layer.compute_meanwhile(_beside(model, name))
+                _install_beside(model, name, layer, state)
 
 
-def _beside(model: nn.Module, experts: str) -> ComputedAhead | None:
-    """Return what is computed while tokens travel to experts, if anything is."""
-    (name, own), *around = find_beside(model, experts).items()
-    after = [model.get_submodule(outer).get_submodule(child) for outer, children in around for child in children]
-    return ComputedAhead(model.get_submodule(name), own, after) if own or after else None
+def _install_beside(model: nn.Module, name: str, experts: MovingExperts, state: ShardedModel) -> None:
+    """Let what needs no token that travels to experts be computed meanwhile."""
+    (mixture, own), *around = ((model.get_submodule(path), found) for path, found in find_beside(model, name).items())
+    after = [outer.get_submodule(child) for outer, children in around for child in children]
+    if own or after:
+        ahead = ComputedAhead(mixture, own, after)
+        experts.compute_meanwhile(ahead)
+        state.add_ahead(mixture, ahead)
 
 
 def _install_linears(model: nn.Module, kinds: dict[int, WeightKind], state: ShardedModel) -> None:

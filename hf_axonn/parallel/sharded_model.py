@@ -19,6 +19,7 @@ from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ParallelState, parallel_state
 from hf_axonn.layers.base import Reader, Reading
 from hf_axonn.layers.block import Block
+from hf_axonn.layers.computed_ahead import ComputedAhead
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.parallel.batch_check import BatchCheck
 from hf_axonn.parallel.pipeline.pipeline import Pipeline
@@ -39,6 +40,7 @@ class ShardedModel(ParallelState):
         attention_axes: the axes that divide the heads of attention blocks (`take_plan`).
         blocks: entry of a block -> its Block (`add_block`).
         readings: the methods that use parameters of other modules (`add_reading`).
+        ahead: mixture -> what is computed while tokens travel to its experts (`add_ahead`).
         regions: module -> its compiled code (`add_regions`); empty if eager.
         pipeline: the stages of a model that is divided over pipe (`set_pipeline`); None of others.
         check_batch: compares what a pass is given over the ranks that share samples.
@@ -61,6 +63,7 @@ class ShardedModel(ParallelState):
         self.attention_axes: tuple[str, ...] = ()
         self.blocks: dict[nn.Module, Block] = {}
         self.readings: list[Reading] = []
+        self.ahead: dict[nn.Module, ComputedAhead] = {}
         self.regions: Mapping[nn.Module, Region] = {}
         self.pipeline: Pipeline | None = None
         self.check_batch = BatchCheck(mesh, model)
@@ -147,6 +150,10 @@ class ShardedModel(ParallelState):
     def add_reading(self, reader: Reader) -> None:
         """Let a method that uses parameters of other modules see them as plain tensors."""
         self.readings.append(Reading(self, reader))
+
+    def add_ahead(self, mixture: nn.Module, ahead: ComputedAhead) -> None:
+        """Note what is computed while tokens travel to the experts of a mixture."""
+        self.ahead[mixture] = ahead
 
     def add_regions(self, regions: Mapping[nn.Module, Region]) -> None:
         """Note the compiled code of modules."""

@@ -18,6 +18,7 @@ from hf_axonn.architectures.shared_experts import find_beside
 from hf_axonn.layers.computed_ahead import Beside
 
 
+GEMMA_4 = ("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm_1")
 BEFORE, OF_MIXTURE, OF_EXPERTS = Beside.BEFORE, Beside.OF_MIXTURE, Beside.OF_EXPERTS
 
 
@@ -28,7 +29,7 @@ def mlp() -> nn.Module:
 class Mixture(nn.Module):
     def __init__(self):
         super().__init__()
-        for name in ("experts", "gate", "shared", "other", "third"):
+        for name in ("experts", "gate", "shared", "other", "third", "expert_mlp"):
             setattr(self, name, mlp())
         self.norm = nn.Identity()
 
@@ -81,6 +82,30 @@ class First(Mixture):
         return routed + shared + first + norm
 
 
+class Chained(Mixture):
+    """Calls modules before its experts of which one gets the result of the other; a result in between is used again,
+    where it is computed at the latest, and one goes through something that is no module."""
+
+    def forward(self, hidden):
+        shared = self.norm(hidden.reshape(-1, 4))
+        shared = self.shared(shared)
+        shared = self.gate(shared)
+        other = self.other(hidden)
+        third = self.third(other)
+        other = other + 1
+        odd = self.expert_mlp(hidden)
+        odd = self.helper(odd)
+        return self.experts(hidden) + shared + other + third + odd
+
+
+class Views(Mixture):
+    def forward(self, hidden):
+        shape = hidden.shape
+        hidden = hidden.view(-1, 4)
+        routed = self.experts(hidden).view(shape)
+        return routed + self.shared(hidden.view(shape)) + self.other(routed.view(shape)) + self.third(hidden.t())
+
+
 class Around(nn.Module):
     def __init__(self):
         super().__init__()
@@ -118,6 +143,15 @@ def test_calls_before_experts_whose_results_wait_are_found():
     assert find_beside(First(), "experts") == {"": {"shared": BEFORE}}
 
 
+def test_calls_before_experts_of_results_that_wait_wait_too():
+    found = find_beside(Chained(), "experts")
+    assert found == {"": dict.fromkeys(("norm", "shared", "gate", "other", "third"), BEFORE)}
+
+
+def test_a_view_after_experts_is_taken_for_the_input_of_the_mixture():
+    assert find_beside(Views(), "experts") == {"": {"shared": OF_MIXTURE}}
+
+
 def test_the_module_around_a_mixture_is_read_too():
     found = find_beside(nn.ModuleDict({"layer": Around()}), "layer.mixture.experts")
     assert found == {"layer.mixture": {"shared": OF_MIXTURE, "third": OF_EXPERTS}, "layer": {"dense": OF_EXPERTS}}
@@ -133,15 +167,16 @@ def test_the_module_around_a_mixture_is_read_too():
         (Qwen2MoeSparseMoeBlock, "experts", {"shared_expert": BEFORE, "shared_expert_gate": OF_EXPERTS}),
         (Ernie4_5_MoeSparseMoeBlock, "experts", {"shared_experts": BEFORE}),
         (HunYuanMoEV1Moe, "experts", {"shared_mlp": BEFORE}),
-        (AriaTextMoELayer, "experts", {}),  # the input is made in the call
+        (AriaTextMoELayer, "experts", {"shared_experts": OF_MIXTURE}),  # a view is made in the call
         (GraniteMoeSharedDecoderLayer, "block_sparse_moe", {"shared_mlp": OF_EXPERTS}),
-        (Gemma4TextDecoderLayer, "experts", {}),  # what a dense MLP makes is normed before the experts
+        (Gemma4TextDecoderLayer, "experts", dict.fromkeys(GEMMA_4, BEFORE)),
     ],
 )
 def test_mixtures_of_transformers(kind, experts, expected):
     mixture = kind.__new__(kind)
     nn.Module.__init__(mixture)
-    mixture.shared_expert_gate = mixture.post_feedforward_layernorm_1 = nn.Identity()
+    for name in ("shared_expert_gate", "post_feedforward_layernorm_2", *GEMMA_4):
+        setattr(mixture, name, nn.Identity())
     for name in (experts, "shared_experts", "shared_expert", "shared_mlp", "mlp"):
         setattr(mixture, name, mlp())
     assert find_beside(mixture, experts) == {"": expected}

@@ -71,6 +71,63 @@ def test_modules_run_once_while_experts_do():
     assert not any(isinstance(value, nn.Module) for value in vars(mixture).values())
 
 
+class Viewing(nn.Module):
+    """Calls a Linear after an Identity as experts, with `view` of what the experts got."""
+
+    def __init__(self, view=lambda flat, hidden: flat.view(hidden.shape)):
+        super().__init__()
+        self.experts, self.shared = nn.Identity(), nn.Linear(3, 3)
+        self.view = view
+
+    def forward(self, hidden_states):
+        flat = hidden_states.view(-1, 3)
+        return self.experts(flat).view(hidden_states.shape) + self.shared(self.view(flat, hidden_states))
+
+
+def viewing(mixture) -> list[str]:
+    computed = ComputedAhead(mixture, {"shared": Beside.OF_MIXTURE})
+    seen: list[str] = []
+    patch_forward(mixture.experts, lambda original, hidden: (computed.compute(hidden), original(hidden))[1])
+    mixture.shared.register_forward_pre_hook(lambda *_: seen.append("shared"))
+    return seen
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("made", [lambda hidden: hidden, lambda hidden: hidden.view(5, 2, 3), torch.Tensor.exp])
+def test_a_view_of_the_input_is_the_input(around, made):
+    mixture, hidden = Viewing(), torch.randn(2, 5, 3, requires_grad=True)
+    with around():
+        expected = mixture(made(hidden))
+    seen = viewing(mixture)
+    with around():
+        output = mixture(made(hidden))
+    assert torch.equal(output, expected) and seen == ["shared"]
+    if output.requires_grad:
+        gradients = [torch.autograd.grad(each.square().sum(), hidden) for each in (output, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda flat, hidden: flat.detach().view(hidden.shape),
+        lambda flat, hidden: flat.detach().requires_grad_().view(hidden.shape),
+        lambda flat, hidden: flat.clone().view(hidden.shape),
+        lambda flat, hidden: flat.view(hidden.shape).flip(0),
+        lambda flat, hidden: flat.view(3, 10).t().reshape(hidden.shape),
+        lambda flat, hidden: flat.view(hidden.shape).expand(1, 2, 5, 3),
+    ],
+)
+def test_what_is_no_view_with_all_gradients_is_computed_as_ever(view):
+    mixture, hidden = Viewing(view), torch.randn(2, 5, 3, requires_grad=True)
+    expected = mixture(hidden)
+    seen = viewing(mixture)
+    output = mixture(hidden)
+    assert torch.equal(output, expected) and seen == ["shared", "shared"]
+    gradients = [torch.autograd.grad(each.square().sum(), hidden) for each in (output, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("change", [torch.Tensor.add, torch.Tensor.add_])
 def test_another_input_is_computed_as_ever(change):
     mixture, hidden = Mixture(lambda hidden: change(hidden, 1)), torch.randn(2, 5, 3)
@@ -142,6 +199,73 @@ def test_a_call_before_the_experts_waits_for_them(around):
     ):
         assert torch.equal(one, other)
     assert seen == ["experts", *SHARED, "experts are done"] and "shared" not in vars(mixture)
+
+
+class Chained(nn.Module):
+    """Calls a Linear, and of its result another, before an Identity as experts, `use` in between."""
+
+    def __init__(self, use=lambda first: None):
+        super().__init__()
+        self.experts, self.shared, self.then = nn.Identity(), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.use = use
+
+    def forward(self, hidden_states):
+        first = self.shared(hidden_states)
+        second = self.then(first)
+        self.use(first)
+        return self.experts(hidden_states) + second
+
+
+def chained(mixture) -> list[str]:
+    computed = ComputedAhead(mixture, dict.fromkeys(("shared", "then"), Beside.BEFORE))
+    seen: list[str] = []
+
+    def experts(original, hidden):
+        seen.append("experts")
+        computed.compute(hidden)
+        return original(hidden)
+
+    patch_forward(mixture.experts, experts)
+    for name in ("shared", "then"):
+        module = mixture.get_submodule(name)
+        module.register_forward_hook(lambda _, args, __, name=name: seen.append(f"{name} {type(args[0]).__name__}"))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("use", "order"),
+    [
+        (lambda first: None, ["experts", "shared Tensor", "then Tensor"]),
+        (lambda first: first.sum(), ["shared Tensor", "experts", "then Tensor"]),
+    ],
+)
+def test_a_call_with_a_result_that_waits_waits_too(use, order):
+    mixture, hidden = Chained(use), torch.randn(2, 5, 3, requires_grad=True)
+    expected = mixture(hidden)
+    gradients = torch.autograd.grad(expected.square().sum(), [hidden, *mixture.parameters()])
+    seen = chained(mixture)
+    output = mixture(hidden)
+    assert torch.equal(output, expected) and seen == order
+    found = torch.autograd.grad(output.square().sum(), [hidden, *mixture.parameters()])
+    assert all(map(torch.equal, found, gradients))
+
+
+def test_where_the_order_is_kept_nothing_waits():
+    mixture, hidden = Chained(), torch.randn(2, 5, 3)
+    expected = mixture(hidden)
+    computed = ComputedAhead(mixture, dict.fromkeys(("shared", "then"), Beside.BEFORE))
+    patch_forward(mixture.experts, lambda original, hidden: (computed.compute(hidden), original(hidden))[1])
+    computed.keep_order()
+    seen: list[type] = []
+    mixture.then.register_forward_pre_hook(lambda _, args: seen.append(type(args[0])))
+    assert torch.equal(mixture(hidden), expected) and seen == [torch.Tensor]
+
+
+def test_a_result_that_was_changed_before_the_next_call_ran_is_refused():
+    mixture = Chained(lambda first: first.add_(1))
+    chained(mixture)
+    with pytest.raises(RuntimeError, match="input of a Linear was changed in place.* Use experts: gather"):
+        mixture(torch.randn(2, 5, 3))
 
 
 def test_under_autocast_it_runs_under_autocast():
@@ -235,11 +359,17 @@ KINDS = {
     "ernie4_5_moe": dict(moe_num_experts=4, moe_k=2, moe_num_shared_experts=2, moe_layer_start_index=0, **ROUTED),
     "hunyuan_v1_moe": dict(num_experts=4, moe_topk=2, intermediate_size=21, head_dim=4),
     "granitemoeshared": MIXTURES["granitemoeshared"],
+    "aria_text": dict(moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, intermediate_size=20),
+    "gemma4_text": dict(
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=20, intermediate_size=40
+    ),
 }
 SHARED_IN = {
     "qwen2_moe": "mlp.shared_expert",
     "deepseek_v3": "mlp.shared_experts",
     "granitemoeshared": "shared_mlp",
+    "aria_text": "mlp.shared_experts",
+    "gemma4_text": "mlp",
 }
 
 
@@ -289,7 +419,8 @@ def _in_order():
         assert launches(kind, False) == (one_by_one + ["start", "wait"], ["start", "wait"] + one_by_one), kind
         forward, backward = launches(kind, True, reentrant=False)
         # Recomputed as far as the experts' results, which travel back no more unless a product of them is saved.
-        again = there + 2 * ["start", "wait"] if kind == "qwen2_moe" else ["start", "wait"] + there
+        saves = kind in ("qwen2_moe", "gemma4_text")
+        again = there + 2 * ["start", "wait"] if saves else ["start", "wait"] + there
         assert forward == there + ["start", "wait"] and backward == again + there, kind
 
 

@@ -158,7 +158,7 @@ def _passes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe", "granitemoeshared"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe", "granitemoeshared", "aria_text"])
 def test_shared_experts_while_tokens_travel(kind):
     """They are called after the others, before them, or by the layer, which is compiled itself."""
     run_ranks(_shared, 2, kind, timeout=500)
