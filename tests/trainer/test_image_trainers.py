@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -79,14 +80,15 @@ TEMPLATE = (
 )
 
 
-def model_and_processor(folder: Path):
+def model_and_processor():
     """A Gemma 3 and a processor for conversations with images, which needs no torchvision."""
     from transformers import AutoTokenizer, Gemma3Processor
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     names = {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    chat_tokenizer().save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=names)
+    with tempfile.TemporaryDirectory() as folder:  # of this rank alone: another may read while this one writes
+        chat_tokenizer().save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=names)
     pictures = Gemma3ImageProcessorPil(size={"height": 8, "width": 8})
     found = {f"{name[:3]}_token_index": getattr(tokenizer, f"{name}_id") for name in ("boi_token", "eoi_token")}
     model = images.tiny_model("gemma3", image_token_index=tokenizer.image_token_id, **found)
@@ -108,7 +110,7 @@ def fine_tune(output: Path, grid: Grid | None, **changes) -> list[dict[str, floa
     """Train by TRL's stock SFTTrainer and its own collator, in float64; returns what it logs."""
     from trl import SFTConfig, SFTTrainer
 
-    model, processor = model_and_processor(output)
+    model, processor = model_and_processor()
     own = dict(max_steps=3, max_length=None, bf16=False, save_strategy="no", gradient_checkpointing=False)
     trainer = SFTTrainer(
         model=model,
@@ -139,7 +141,7 @@ def test_the_stock_sft_trainer_is_as_on_one_process(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_script_takes_images_of_files(tmp_path):
-    model, processor = model_and_processor(tmp_path / "model")
+    model, processor = model_and_processor()
     model.float().save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
     with (tmp_path / "chats.jsonl").open("w") as file:
