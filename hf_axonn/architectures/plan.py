@@ -32,6 +32,7 @@ from hf_axonn.architectures.table import (
     BlockSpec,
     block_specs,
 )
+from hf_axonn.compat.attention import finds_attention_function
 from hf_axonn.compat.bitsandbytes import is_four_bit
 from hf_axonn.compat.transformers import output_embedding, text_config
 from hf_axonn.layers.moe import is_experts
@@ -42,7 +43,7 @@ from hf_axonn.layers.norms import NormKind
 # [B, S, C, H] or [B, S, C * H].
 COPIES_FIRST, COPIES_LAST = re.compile(r"AltUp$"), re.compile(r"HyperConnection$|HyperHead$|GatedResidual$")
 PER_TOKEN = re.compile(
-    rf"Norm|Rotary|Dropout|Identity|Router|Activation|Laurel|Gate$|Experts$|{COPIES_FIRST.pattern}"
+    rf"Norm|Rotary|Dropout|Identity|Router|Activation|Laurel|Gat(e|ing)$|Experts$|{COPIES_FIRST.pattern}"
     rf"|{COPIES_LAST.pattern}"
 )
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
@@ -259,7 +260,7 @@ def _layer_lists(model: nn.Module, specs: list[BlockSpec]) -> Iterator[tuple[str
 
 
 def _has_experts(module: nn.Module) -> bool:
-    return any(is_experts(inner) for inner in module.modules())
+    return any(is_experts(inner) or is_per_token_experts(inner) for inner in module.modules())
 
 
 def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Module, specs: list[BlockSpec]) -> None:
@@ -297,7 +298,8 @@ def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Modul
         )
         inside |= {spec.entry, spec.row, *spec.columns}
     for path in _needs_full_sequence(layer, "", inside):
-        parts = divide_mixer(layer.get_submodule(path))
+        module = layer.get_submodule(path)
+        parts = "its projections are experts" if _has_experts(module) else divide_mixer(module)
         if isinstance(parts, MixerParts):
             plan.blocks.append(_mixer_block(f"{name}.{path}", parts))
         else:
@@ -325,7 +327,8 @@ def _needs_full_sequence(module: nn.Module, prefix: str, planned: set[str]) -> I
             continue
         around = any(other.startswith(f"{path}.") for other in planned) or isinstance(child, nn.ModuleList)
         around = around or any(map(mixer_parts, child.children()))
-        if around or any(is_experts(inner) or is_per_token_experts(inner) for inner in child.modules()):
+        # Attention that has experts for projections, as JetMoe's, is no way to experts of tokens.
+        if around or (_has_experts(child) and not finds_attention_function(child)):
             yield from _needs_full_sequence(child, f"{path}.", planned)
         else:
             yield path

@@ -168,6 +168,12 @@ def test_modules_that_mix_copies_of_the_residual_stream_run_on_tokens_and_keep_l
         assert bool(plan.why_undivided()) == bool(copies)
 
 
+def test_attention_whose_projections_are_experts_gets_full_sequences_and_other_experts_do_not():
+    plan = plan_for(surveyed_model("jetmoe"))
+    expected = {f"{layer}.self_attention": "its projections are experts" for layer in plan.layers}
+    assert plan.full_sequence == expected and len(plan.layers) == 2
+
+
 def test_attention_that_chooses_its_keys_gets_full_sequences_where_rows_are_divided():
     for kind in ("qwen4_exp_text", "deepseek_v4", "hy_v4"):
         model = surveyed_model(kind)
