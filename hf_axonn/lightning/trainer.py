@@ -144,7 +144,11 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run the closure before the step and not inside of it, so that the step is on shards."""
+        """Run the closure before the step and not inside of it, so that hooks of steps see its gradients.
+
+        One of them refuses gradients that are not averaged: inside, those of the passes before would be there. Torch's
+        elementwise optimizers run a closure first in any case (engine/optimizer_steps.py), others do not.
+        """
         module: Any = model or self.lightning_module
         plugin: Any = self.precision_plugin
         if getattr(plugin, "scaler", None) is not None:  # which does the same

@@ -138,7 +138,31 @@ def on_two_ranks(folder: Path, truth: dict[str, Any]) -> None:
     )
     gathered = evaluation.strategy.all_gather(torch.tensor([torch.distributed.get_rank()]))
     assert gathered.tolist() == [[0], [1]]
+    weights = [fit(trainer_of(folder, grid, max_epochs=1), kind(), grid)["weights"] for kind in (WithSgd, WithOwn)]
+    torch.testing.assert_close(*weights, **CLOSE)
     refusals(folder, grid, module)
+
+
+class WithSgd(Module):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OwnSgd(torch.optim.Optimizer):
+    """A class that does not step on shards, and whose closure runs inside of its step, behind the hooks of steps."""
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                with torch.no_grad():
+                    parameter.sub_(parameter.grad, alpha=group["lr"])
+        return loss
+
+
+class WithOwn(Module):
+    def configure_optimizers(self):
+        return OwnSgd(self.parameters(), dict(lr=0.1))
 
 
 class Two(Manual):
