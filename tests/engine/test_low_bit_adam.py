@@ -208,9 +208,11 @@ def test_a_grid_is_no_further_from_adamw_than_one_process() -> None:
 
 
 def moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Both moments of each parameter in full, as they are in a checkpoint."""
+    """Both moments of each trained parameter in full, as they are in a checkpoint."""
     found = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         state = in_float32(optimizer.state[parameter])
         assert float(state["step"]) == 3, name
         found |= {f"{name}.{key}": full(state[key]) for key in MOMENTS.values()}
