@@ -7,9 +7,9 @@ them through `visible`, and then escapes its own markup: rich, Markdown, HTML.
 import re
 
 
-# what HTML and SVG can hold; a page keeps directions of writing within their element
-PAGE = "\t\n\r\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-_ACTS = re.compile(rf"[\x00-\x1f\x7f-\x9f{PAGE}\ud800-\udfff\ufffe\uffff]")
+PAGE = "\t\n\r\u2028\u2029"  # what HTML and SVG can hold
+DIRECTIONS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # of writing, and the ends of these
+_ACTS = re.compile(rf"[\x00-\x1f\x7f-\x9f{PAGE}{DIRECTIONS}\ud800-\udfff\ufffe\uffff]")
 
 
 def visible(text: str, keep: str = "") -> str:

@@ -5,6 +5,7 @@ escape everything that comes from a file or a model, and the page's own policy f
 anything, so that an extracted text cannot act, whatever it says.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from hf_axonn_eval.analysis.coverage import Book
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.data.visible import PAGE, visible
+from hf_axonn_eval.data.visible import DIRECTIONS, PAGE, visible
 from hf_axonn_eval.report import access, attacks, curves, maps, tables, verdict
 from hf_axonn_eval.report.answer import answer
 from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, grid_chart, line_chart
@@ -33,13 +34,23 @@ Runs = Mapping[str, Sequence[SampleResult]]
 
 def read_templates(*folders: Path) -> Environment:
     """Return the templates of some folders and of this package, whose base.html pages extend."""
-    return Environment(
+    environment = Environment(
         loader=FileSystemLoader([*folders, Path(__file__).parent / "templates"]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["keep_directions"] = _keep_directions
+    return environment
+
+
+def _keep_directions(text: str) -> str:
+    """Write directions as HTML's references, which `visible` leaves alone: for texts in an element that ends them.
+
+    Anywhere else, as in the name of a run, they would turn the numbers of a sentence round.
+    """
+    return re.sub(f"[{DIRECTIONS}]", lambda found: f"&#{ord(found[0])};", text)
 
 
 def html_page(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import warnings
 from xml.etree import ElementTree
 
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from hf_axonn_eval import compare, write_report
-from hf_axonn_eval.data.visible import PAGE, visible
+from hf_axonn_eval.data.visible import DIRECTIONS, PAGE, visible
 from hf_axonn_eval.report.html import chosen_maps
 from hf_axonn_eval.report.maps import maps_png, maps_svg
 from hf_axonn_eval.report.write import markdown, plot, terminal_differences, terminal_table
@@ -130,6 +131,8 @@ def test_every_output_shows_a_nasty_text(tmp_path, text, drawn):
     assert on_maps(text) in "".join(shapes_of(paths["maps.svg"].read_text(encoding="utf-8")))
     page = paths["report.html"].read_text(encoding="utf-8")
     assert "\x00" not in page and "\x1b" not in page and "<script" not in page
+    assert not re.search(f"[{DIRECTIONS}]", page)  # which would turn round the numbers behind a name
+    assert ("&#8238;" in page) == ("\u202e" in text)  # but in the texts, as they were written
     assert json.loads(paths["summary.json"].read_text()) == comparison
     # nothing but lines and printable text reaches a terminal that shows the file
     assert (tmp_path / "report" / "report.md").read_text(encoding="utf-8").replace("\n", "").isprintable()
