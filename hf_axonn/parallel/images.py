@@ -145,8 +145,8 @@ class Images:
             if grid.context > 1 and self.config.model_type not in BLANKS:
                 raise ValueError(
                     f"{name}: images are not supported over the grid {grid}: context divides the positions of rows, "
-                    f"and it is not known where {self.config.model_type} models put images into them. Omit context, "
-                    "and use x, y, z and data."
+                    f"and where {self.config.model_type} models put images is not known. Omit context, and use x, y, "
+                    "z and data."
                 )
 
     def _exchange(self, given: dict[str, Any]) -> list[int]:
