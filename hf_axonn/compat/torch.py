@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -234,6 +235,16 @@ def is_view(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     if tensor.requires_grad != other.requires_grad or layout(tensor) != layout(other):
         return False
     return not tensor.requires_grad or tensor._base is (other if other._base is None else other._base)
+
+
+def compile_apart(function: Callable, **options: Any) -> Callable:
+    """Compile a function, by `torch.compile(function, **options)`, with graphs that no other call of it shares.
+
+    Before releases of torch that can tell them apart all calls for the same code share its graphs.
+    """
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options = {"isolate_recompiles": True} | options
+    return torch.compile(function, **options)
 
 
 def shard_has_changed(parameter: DTensor) -> None:

@@ -12,7 +12,7 @@ So are two functions of the loss, between its collectives and products (losses/v
 Norms whose parameters every rank holds are traced with plain tensors, which are read before the region begins: a
 DTensor never enters a graph. Sharded layers, and with them all collectives, all products and all nodes whose order in
 autograd's graph counts (engine/overlap.py), run outside of graphs. Graphs are made per code and shapes and shared by
-all layers of a class.
+all layers of a class that have the same sizes.
 
 Without gradients (evaluation, generation) and where dropout is drawn (`keyed_random`) a region runs eagerly. So does
 an encoder of images.
@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_axonn.compat.torch import compile_apart
 from hf_axonn.layers.base import innermost, patch_innermost
 from hf_axonn.layers.dropout import dropout_names
 from hf_axonn.layers.mixer import MixerBlock
-from hf_axonn.parallel.region import Region, is_own_method
+from hf_axonn.parallel.region import Region, is_own_method, kind, plain_forward
 from hf_axonn.parallel.sharded_model import ShardedModel
 
 
@@ -83,7 +84,9 @@ def compile_regions(state: ShardedModel, model: nn.Module, **options: Any) -> No
             f"torch.compile of a {type(model).__name__} over a grid: it is sharded Linear by Linear, without "
             "attention and MLP blocks that are known, so there is nothing to compile. Omit torch_compile."
         )
-    regions = {module: Region(state, module, options) for module in modules}  # torch refuses wrong options here
+    kinds = {kind(module): plain_forward(module) for module in modules}
+    compiled = {each: compile_apart(plain, **options) for each, plain in kinds.items()}  # torch refuses wrong options
+    regions = {module: Region(state, module, compiled[kind(module)]) for module in modules}
     state.compile_with(dict(options))
     state.add_regions(regions)
     for module, region in state.regions.items():

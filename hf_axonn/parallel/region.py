@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import nn
 
 from hf_axonn.compat.torch import in_backward
@@ -21,20 +19,34 @@ def is_own_method(forward: Callable, module: nn.Module) -> bool:
     return inspect.ismethod(forward) and forward.__self__ is module
 
 
+def plain_forward(module: nn.Module) -> Callable:
+    """Return the code of a module, as a function of it and of its arguments."""
+    return checkpointed_forward(module) or type(module).forward
+
+
+def kind(module: nn.Module) -> tuple:
+    """Return what is alike in modules that share graphs: code and sizes.
+
+    Layers of a class may have heads of different sizes, as in Gemma 4. A graph that serves all sizes saves other
+    tensors than one that was made for the first, and layers that run again must not find it.
+    """
+    return plain_forward(module), *((name, parameter.shape) for name, parameter in module.named_parameters())
+
+
 class Region:
     """The code of one module, compiled.
 
     Args:
         state: of the model.
         module: a decoder layer, an attention or an MLP.
-        options: of `torch.compile`.
+        compiled: its `plain`, compiled, of modules of its `kind`.
     """
 
-    def __init__(self, state: ParallelState, module: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, state: ParallelState, module: nn.Module, compiled: Callable) -> None:
         self.state = state
         self.module = module
-        self.plain = checkpointed_forward(module) or type(module).forward
-        self.compiled = torch.compile(self.plain, **options)
+        self.plain = plain_forward(module)
+        self.compiled = compiled
         self.norms = [
             (norm, layer, innermost(norm))
             for norm in module.children()

@@ -158,7 +158,7 @@ def _passes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe", "granitemoeshared", "aria_text"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe", "granitemoeshared", "aria_text", "gemma4_text"])
 def test_shared_experts_while_tokens_travel(kind):
     """They are called after the others, before them, or by the layer, which is compiled itself."""
     run_ranks(_shared, 2, kind, timeout=500)
@@ -166,7 +166,10 @@ def test_shared_experts_while_tokens_travel(kind):
 
 def _shared(kind: str) -> None:
     sizes = EXPERTS | (KINDS | SHARED)[kind]
-    assert_equal_to_eager(Grid(x=2), kind, options={"use_cache": False}, checkpoint=False, **sizes)
+    # Gemma 4's two layers have heads of other sizes, so they cannot run again with each other's graphs; and gradients
+    # of the first one's input are added in another order.
+    but = "embed_tokens" if kind == "gemma4_text" else ""
+    assert_equal_to_eager(Grid(x=2), kind, options={"use_cache": False}, checkpoint=False, but=but, **sizes)
 
 
 @pytest.mark.slow
