@@ -144,9 +144,8 @@ class Images:
         for name in (name for name in PIXELS if given.get(name) is not None):
             if grid.context > 1 and self.config.model_type not in BLANKS:
                 raise ValueError(
-                    f"{name}: images are not supported over the grid {grid}: context divides the positions of rows, "
-                    f"and where {self.config.model_type} models put images is not known. Omit context, and use x, y, "
-                    "z and data."
+                    f"{name}: images are not supported over the grid {grid}: context divides rows, and where "
+                    f"{self.config.model_type} models put images is not known. Omit context, and use x, y, z and data."
                 )
 
     def _exchange(self, given: dict[str, Any]) -> list[int]:
