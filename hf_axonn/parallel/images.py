@@ -145,7 +145,7 @@ class Images:
             if grid.context > 1 and self.config.model_type not in BLANKS:
                 raise ValueError(
                     f"{name}: images are not supported over the grid {grid}: context divides rows, and where "
-                    f"{self.config.model_type} models put images is not known. Omit context, and use x, y, z and data."
+                    f"{self.config.model_type} models put images is unknown. Omit context, and use x, y, z and data."
                 )
 
     def _exchange(self, given: dict[str, Any]) -> list[int]:

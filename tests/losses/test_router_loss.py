@@ -92,7 +92,7 @@ def _on_grid(grid, truths):
     here, samples = mesh.index("data", "z"), mesh.size("data", "z")
     rows = slice(here * ROWS // samples, (here + 1) * ROWS // samples)
     tokens = slice(rows.start * SEQ, rows.stop * SEQ)
-    state = types.SimpleNamespace(grid_mesh=mesh, context=types.SimpleNamespace(stage=None))
+    state = types.SimpleNamespace(grid_mesh=mesh, context=types.SimpleNamespace(stage=None, rows=None))
     for (name, mask), (loss, gradient) in truths.items():
         logits, more = arguments(name, mask)
         mine = [layer[..., tokens, :] for layer in logits]
