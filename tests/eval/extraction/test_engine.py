@@ -30,13 +30,13 @@ from tests.helpers.ranks import refused, run_ranks
 def test_every_family_answers_as_generate_does(name):
     # eager attention, which soft caps need, does not pad in float64
     model = family(name, torch.float32 if name == "gemma2" else torch.float64)
-    asked, expected = samples_and_answers(model, 17)
+    questions, expected = samples_and_answers(model, 17)
     assert can_be_kept(model) == (name != "mamba")
     for batch_size, early in ((1, True), (17, True), (4, False), (17, False)):
-        results = extract(model, None, asked, batch_size=batch_size, stop_early=early, progress=False)
+        results = extract(model, None, questions, batch_size=batch_size, stop_early=early, progress=False)
         assert [result.generated for result in results] == expected
-    for sample, wanted, result in zip(asked, expected, results, strict=True):
-        hits = [mine == true for mine, true in zip(wanted, sample.suffix, strict=True)]
+    for sample, answer, result in zip(questions, expected, results, strict=True):
+        hits = [token == true for token, true in zip(answer, sample.suffix, strict=True)]
         assert result.exact_match == all(hits) and result.divergence_point == metrics.first_miss(hits)
         assert not result.near_tie
     assert len({result.divergence_point for result in results}) > 5 and any(result.exact_match for result in results)
@@ -45,16 +45,16 @@ def test_every_family_answers_as_generate_does(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_dropping_samples_early_changes_no_answer(name):
     model = family(name, torch.float32 if name == "gemma2" else torch.float64)
-    asked = parting_samples(model, 16, suffixes=(5, 40))
-    whole = extract(model, None, asked, batch_size=8, progress=False)
-    decoded = extract(model, None, asked, batch_size=8, stop_early=True, progress=False)
+    questions = parting_samples(model, 16, suffixes=(5, 40))
+    whole = extract(model, None, questions, batch_size=8, progress=False)
+    decoded = extract(model, None, questions, batch_size=8, stop_early=True, progress=False)
     fields = ("exact_match", "divergence_point", "near_tie", "generated", "edit_distance", "longest_run")
     for one, other in zip(whole, decoded, strict=True):
         assert [getattr(one, field) for field in fields] == [getattr(other, field) for field in fields]
         assert other.logprob is other.hits is None
-    scores = [score_suffixes(model, [sample])[0] for sample in asked]
+    scores = [score_suffixes(model, [sample])[0] for sample in questions]
     fed = fed_shapes(model)
-    early = extract(model, None, asked, batch_size=8, generate=False, stop_early=True, progress=False)
+    early = extract(model, None, questions, batch_size=8, generate=False, stop_early=True, progress=False)
     for score, one, other in zip(scores, whole, early, strict=True):
         assert (one.exact_match, one.divergence_point) == (other.exact_match, other.divergence_point)
         at_the_miss = score.margin if one.exact_match else -score.leads[one.divergence_point]
@@ -63,19 +63,19 @@ def test_dropping_samples_early_changes_no_answer(name):
         assert other.logprob is other.hits is other.token_accuracy is other.extraction_strength is None
         assert other.generated is None
     if name != "mamba":
-        assert sum(rows * tokens for rows, tokens in fed) < sum(len(s.prefix + s.suffix) for s in asked)
+        assert sum(rows * tokens for rows, tokens in fed) < sum(len(s.prefix + s.suffix) for s in questions)
 
 
 def test_rows_that_are_filled_up_stay_in_the_window():
     model = family("gpt2")  # has a weight for each of its 64 positions, and no other
-    asked = parting_samples(model, 4, prefixes=(40, 40), suffixes=(24, 24))
+    questions = parting_samples(model, 4, prefixes=(40, 40), suffixes=(24, 24))
     short = parting_samples(model, 4, prefixes=(46, 46), suffixes=(18, 18))
-    asked += [dataclasses.replace(sample, sample_id=f"short {sample.sample_id}") for sample in short]
+    questions += [dataclasses.replace(sample, sample_id=f"short {sample.sample_id}") for sample in short]
     fed = fed_shapes(model)
-    results = extract(model, None, asked, batch_size=8, stop_early=True, progress=False)
+    results = extract(model, None, questions, batch_size=8, stop_early=True, progress=False)
     assert fed[0][0] == 8
     assert any(result.exact_match for result in results[4:])
-    for sample, result in zip(asked, results, strict=True):
+    for sample, result in zip(questions, results, strict=True):
         assert result.generated == generated(model, sample.prefix, len(sample.suffix))
 
 
@@ -92,13 +92,13 @@ def test_rows_that_are_filled_up_stay_in_the_window():
 def test_a_large_batch_is_several_passes_and_is_decoded_together(monkeypatch, options, passes):
     monkeypatch.setitem(batches._IN_A_PASS, "cpu", 66)
     model = family("llama")
-    asked, expected = samples_and_answers(model, 12, prefixes=(9, 9), suffixes=(12, 12))
+    questions, expected = samples_and_answers(model, 12, prefixes=(9, 9), suffixes=(12, 12))
     fed = fed_shapes(model)
-    results = extract(model, None, asked, batch_size=12, progress=False, **options)
+    results = extract(model, None, questions, batch_size=12, progress=False, **options)
     assert [shape for shape in fed if shape[1] >= 11] == passes
     if "generate" in options:
         assert [result.exact_match for result in results] == [
-            list(sample.suffix) == said for sample, said in zip(asked, expected, strict=True)
+            list(sample.suffix) == answer for sample, answer in zip(questions, expected, strict=True)
         ]
         return
     assert [result.generated for result in results] == expected
@@ -114,9 +114,9 @@ def missed_samples() -> list[Sample]:
 @pytest.mark.parametrize("early", [False, True])
 def test_the_batch_that_is_decoded_stays_full(early):
     model = family("llama")
-    asked = missed_samples()
+    questions = missed_samples()
     fed = fed_shapes(model)
-    results = extract(model, None, asked, batch_size=2, stop_early=early, progress=False)
+    results = extract(model, None, questions, batch_size=2, stop_early=early, progress=False)
     steps = [rows for rows, tokens in fed if tokens == 1]
     needed = sum(len(result.generated) - result.divergence_point - 1 for result in results)
     assert needed <= sum(steps) < 1.3 * needed
@@ -138,20 +138,20 @@ OPTIONS = [
 ]
 
 
-def on_grids(asked, grids, options, left_out=()) -> dict:
+def on_grids(questions, grids, options, left_out=()) -> dict:
     """Answers by family, grid and number of the options; `options` has those of each family.
 
     `left_out`: pairs of a grid and a number of the options.
     """
     answers = {}
-    for name in asked:
+    for name in questions:
         for grid_name, grid in grids.items():
             model = family(name) if grid is None else hf_axonn.parallelize(family(name), grid)[0]
             with Float64(), mock.patch.dict(batches._IN_A_PASS, cpu=40):  # a batch of three is two passes
                 for number, some in enumerate(options[name]):
                     if (grid_name, number) not in left_out:
                         answers[name, grid_name, number] = extract(
-                            model, None, asked[name], batch_size=3, progress=False, **some
+                            model, None, questions[name], batch_size=3, progress=False, **some
                         )
     return answers
 
@@ -192,13 +192,13 @@ def test_every_grid_answers_as_one_process_does(world, count, options, left_out)
     first, *others = run_ranks(on_grids, world, samples, GRIDS[world], options, left_out)
     assert all(answer == [] for other in others for answer in other.values())
     for (name, grid, number), results in first.items():
-        wanted = alone[name, "alone", number]
+        answer = alone[name, "alone", number]
         # the same numbers are added in the same order, but by experts to which tokens travel: the same bits
         if grid == "plain2" and "near_copies" not in options[name][number]:  # beams of other samples go along
-            assert results == wanted
+            assert results == answer
         if grid == "z2" and name != "qwen3_moe" and ("data2", number) not in left_out:
             assert results == first[name, "data2", number]
-        for result, expected in zip(results, wanted, strict=True):
+        for result, expected in zip(results, answer, strict=True):
             for field in ("sample_id", "exact_match", "divergence_point", "generated", "hits", "near_tie"):
                 assert getattr(result, field) == getattr(expected, field), (name, grid, field)
             for field in ("margin", "logprobs", "sampled_logprob", "near_copies"):
@@ -295,15 +295,15 @@ def test_rows_that_are_cut_are_scored_and_not_decoded():
 def test_every_family_on_every_grid_answers_as_generate_does(world, names, left_out):
     """The two families of the test above are left out; mamba, which is decoded with `generate`, is here."""
     families = {name: samples_and_answers(family(name), 7) for name in FAMILIES if name not in ("llama", "gemma2")}
-    asked = {name: made for name, (made, _) in families.items()}
+    questions = {name: made for name, (made, _) in families.items()}
     grids = {name: GRIDS[world][name] for name in names if GRIDS[world][name] is not None}
-    options = dict.fromkeys(asked, [{}, {"stop_early": True}])
-    first, *_ = run_ranks(on_grids, world, asked, grids, options, left_out)
-    assert len(first) == (2 * len(grids) - len(left_out)) * len(asked)
-    for name, (_, wanted) in families.items():
+    options = dict.fromkeys(questions, [{}, {"stop_early": True}])
+    first, *_ = run_ranks(on_grids, world, questions, grids, options, left_out)
+    assert len(first) == (2 * len(grids) - len(left_out)) * len(questions)
+    for name, (_, answer) in families.items():
         for (of, grid, number), results in first.items():
             if of == name:
-                assert [result.generated for result in results] == wanted, (name, grid, number)
+                assert [result.generated for result in results] == answer, (name, grid, number)
 
 
 def test_the_chance_under_a_sampler_and_membership_come_from_the_same_pass():
@@ -329,8 +329,8 @@ def test_the_chance_under_a_sampler_and_membership_come_from_the_same_pass():
 def test_where_memory_runs_out_the_batch_is_halved(asked_for, halved, caplog, monkeypatch):
     monkeypatch.setattr(batches, "_MOST_ROWS", 16)
     model = family("llama")
-    asked = parting_samples(model, 20)
-    expected = extract(model, None, asked, batch_size=2, progress=False)
+    questions = parting_samples(model, 20)
+    expected = extract(model, None, questions, batch_size=2, progress=False)
     forward = model.forward
 
     @functools.wraps(forward)
@@ -341,48 +341,48 @@ def test_where_memory_runs_out_the_batch_is_halved(asked_for, halved, caplog, mo
 
     model.forward = small
     with caplog.at_level(logging.WARNING):
-        results = extract(model, None, asked, batch_size=asked_for, progress=False)
+        results = extract(model, None, questions, batch_size=asked_for, progress=False)
     assert [result.generated for result in results] == [result.generated for result in expected]
     assert [record.args for record in caplog.records] == [(rows,) for rows in halved]
     model.forward = functools.wraps(forward)(lambda input_ids, **options: small(torch.cat([input_ids] * 3), **options))
     with pytest.raises(ValueError, match="out of memory with batch_size 1"):
-        extract(model, None, asked, batch_size=2, progress=False)
+        extract(model, None, questions, batch_size=2, progress=False)
 
 
 def test_a_batch_size_is_found():
     model = family("llama")
-    asked = parting_samples(model, 9, prefixes=(9, 9), suffixes=(6, 6))
-    expected = extract(model, None, asked, batch_size=9, progress=False)
+    questions = parting_samples(model, 9, prefixes=(9, 9), suffixes=(6, 6))
+    expected = extract(model, None, questions, batch_size=9, progress=False)
     fed = fed_shapes(model)
-    found = extract(model, None, asked, batch_size="auto", progress=False)
+    found = extract(model, None, questions, batch_size="auto", progress=False)
     assert [result.generated for result in found] == [result.generated for result in expected]
     assert max(rows for rows, _ in fed) > 4
 
 
 def test_what_rounding_decides_is_called_a_near_tie():
     model = family("llama")
-    with torch.no_grad():  # two tokens that are always equally likely, of which the first is said
+    with torch.no_grad():  # two tokens that are always equally likely, of which the first is taken
         model.lm_head.weight[1::2] = model.lm_head.weight[::2]
-    asked = parting_samples(model, 16)
+    questions = parting_samples(model, 16)
     for early in (False, True):
-        results = extract(model, None, asked, progress=False, stop_early=early)
+        results = extract(model, None, questions, progress=False, stop_early=early)
         assert [result.near_tie for result in results] == [result.exact_match for result in results]
         assert any(result.near_tie for result in results) and all(
             result.margin == 0 or not result.near_tie for result in results
         )
     # the second of two equal tokens is missed by nothing
-    said = [(*sample.prefix, *generated(model, sample.prefix, 1)) for sample in asked]
+    answer = [(*sample.prefix, *generated(model, sample.prefix, 1)) for sample in questions]
     missed = [
         dataclasses.replace(sample, prefix=tokens[:-1], suffix=(tokens[-1] + 1,))
-        for sample, tokens in zip(asked, said, strict=True)
+        for sample, tokens in zip(questions, answer, strict=True)
     ]
     for early in (False, True):
         results = extract(model, None, missed, progress=False, stop_early=early)
         assert all(result.near_tie and result.margin == 0 and not result.exact_match for result in results)
     # bfloat16: what another batch decides otherwise is a near tie, and not everything is
     low = family("qwen3").bfloat16()
-    asked = parting_samples(low, 60)
-    answers = [extract(low, None, asked, batch_size=size, progress=False, generate=False) for size in (1, 60)]
+    questions = parting_samples(low, 60)
+    answers = [extract(low, None, questions, batch_size=size, progress=False, generate=False) for size in (1, 60)]
     differing = [(one, other) for one, other in zip(*answers, strict=True) if one.exact_match != other.exact_match]
     assert all(one.near_tie or other.near_tie for one, other in differing)
     assert near_tie_below(low) == 0.5
