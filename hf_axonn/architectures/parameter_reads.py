@@ -11,12 +11,12 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
+from hf_axonn.architectures.sources import parse_source
 from hf_axonn.compat.bitsandbytes import is_four_bit
 from hf_axonn.layers.base import Reader
 
@@ -110,7 +110,7 @@ def _uses_of(function) -> tuple[_Use, ...]:
     if not inspect.isfunction(function):
         return ()
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = parse_source(function)
     except (OSError, SyntaxError):  # made without a source
         return ()
     return tuple(_uses_in(tree))

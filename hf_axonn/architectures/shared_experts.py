@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
-import textwrap
 from collections.abc import Sequence
 
 from torch import nn
 
+from hf_axonn.architectures.sources import parse_source
 from hf_axonn.layers.computed_ahead import Beside
 
 
@@ -62,7 +61,7 @@ def _children_beside(module: nn.Module, experts: str) -> dict[str, Beside]:
 @functools.cache
 def _called_beside(forward, experts: str) -> tuple[tuple[tuple[str, ...], Beside], ...]:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+        tree = parse_source(forward)
     except (OSError, TypeError, SyntaxError):  # made without a source
         return ()
     function = tree.body[0]

@@ -1,0 +1,28 @@
+"""Sources are read whatever other threads do with Python's cache of lines."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+
+import pytest
+from transformers.models.llama import modeling_llama
+
+from hf_axonn.architectures.sources import parse_source
+
+
+def test_a_function_of_a_file_has_its_source_while_another_thread_reads_it(monkeypatch):
+    forward = modeling_llama.LlamaMLP.forward
+    expected = ast.dump(parse_source(forward))
+    # What a reader finds while another one has the file's entry out of the cache.
+    monkeypatch.setattr(linecache, "getlines", lambda *_: [])
+    assert ast.dump(parse_source(forward)) == expected
+    decorated = modeling_llama.LlamaModel.forward
+    assert hasattr(decorated, "__wrapped__") and parse_source(decorated).body[0].name == "forward"
+
+
+def test_a_function_without_a_file_has_none():
+    made = {}
+    exec("def function(x): return x", made)
+    with pytest.raises(OSError, match="source"):
+        parse_source(made["function"])
