@@ -197,8 +197,12 @@ def _reason(message: str, config: AxonnConfig) -> str:
 
 def survey_grid(specimens: list[Specimen], name: str) -> None:
     """Fill in the rows of all specimens for one grid. One launch of ranks, and one more for each that fails."""
+    compare([specimen for specimen in specimens if not is_refused(specimen, EVERY_GRID[name])], name)
+
+
+def compare(left: list[Specimen], name: str) -> None:
+    """Fill in the rows of specimens that one grid does not refuse."""
     config, size = EVERY_GRID[name], EVERY_GRID[name].grid.size
-    left = [specimen for specimen in specimens if not is_refused(specimen, config)]
     while left:
         problem = None
         with tempfile.TemporaryDirectory() as folder:
@@ -252,7 +256,9 @@ def survey(types: list[str], grids: list[str], *, jobs: int = 1) -> Iterator[lis
         for begin in range(0, len(types), TOGETHER):
             prepared = [prepare(model_type) for model_type in types[begin : begin + TOGETHER]]
             specimens = [item for item in prepared if isinstance(item, Specimen)]
-            for future in [pool.submit(survey_grid, specimens, name) for name in grids]:
+            # Before ranks are forked: planning tries modules, whose parameters are not themselves meanwhile.
+            possible = {name: [each for each in specimens if not is_refused(each, EVERY_GRID[name])] for name in grids}
+            for future in [pool.submit(compare, left, name) for name, left in possible.items()]:
                 future.result()
             yield [item.row if isinstance(item, Specimen) else item for item in prepared]
 
