@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_axonn.architectures.sources import parse_source
 from hf_axonn.compat.bitsandbytes import is_four_bit
+from hf_axonn.compat.sources import parse_source
 from hf_axonn.layers.base import Reader
 
 

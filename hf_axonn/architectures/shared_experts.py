@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hf_axonn.architectures.sources import parse_source
+from hf_axonn.compat.sources import parse_source
 from hf_axonn.layers.computed_ahead import Beside
 
 

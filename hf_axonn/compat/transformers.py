@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import inspect
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from hf_axonn.compat.replaced import replace_attributes
+from hf_axonn.compat.sources import parse_source
 from hf_axonn.compat.torch import groups_with_timeout
 
 
@@ -235,7 +235,7 @@ def masks_read_positions(model: nn.Module) -> bool:
 @functools.cache
 def _masks_read_positions(module: str) -> bool:
     try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
+        tree = parse_source(sys.modules[module])
     except (KeyError, OSError, TypeError, SyntaxError):
         return True
     for node in ast.walk(tree):

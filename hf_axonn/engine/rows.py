@@ -93,6 +93,10 @@ class Rows:
             stripes.append(whole.new_full((len(whole), missing, *whole.shape[2:]), fill))
         return torch.cat(stripes, dim=1) if len(stripes) > 1 else stripes[0]
 
+    def take_mask(self, mask: Tensor | None = None) -> Tensor:
+        """[B, S], or None for a mask that keeps all tokens -> this rank's part of the attention mask, [B, L]."""
+        return self.take(torch.ones_like(self.position_ids).expand(self.batch, -1) if mask is None else mask)
+
     def is_own(self, tensor: Tensor) -> bool:
         """Return whether a tensor is [B, L, ...] of this rank's positions, and not of whole rows."""
         return tensor.shape[:2] == (self.batch, self.own_length)

@@ -166,10 +166,9 @@ class RouterLoss:
 
     def compute(self, original: Callable, arguments: dict) -> Tensor:
         """The loss of all (data, z). Collectives: those of `switch_loss`, or an all-gather of the logits."""
-        mesh, rows, mask = self.state.grid_mesh, self.state.context.rows, arguments.get("attention_mask")
+        mesh, rows = self.state.grid_mesh, self.state.context.rows
         if rows is not None and not rows.divided:  # the model has whole rows, its routers had this rank's positions
-            mask = torch.ones_like(rows.position_ids).expand(rows.batch, -1) if mask is None else mask
-            arguments["attention_mask"] = rows.take(mask)
+            arguments["attention_mask"] = rows.take_mask(arguments.get("attention_mask"))
         if self.state.context.stage is not None:
             return self._stage_loss(self.state.context.stage, **arguments)
         if mesh.size(*TOKENS) == 1:

@@ -29,7 +29,7 @@ from hf_axonn.compat.torch import compile_apart
 from hf_axonn.layers.base import innermost, patch_innermost
 from hf_axonn.layers.dropout import dropout_names
 from hf_axonn.layers.mixer import MixerBlock
-from hf_axonn.parallel.region import Region, is_own_method, kind, plain_forward
+from hf_axonn.parallel.region import Region, find_kind, is_own_method
 from hf_axonn.parallel.sharded_model import ShardedModel
 
 
@@ -84,9 +84,10 @@ def compile_regions(state: ShardedModel, model: nn.Module, **options: Any) -> No
             f"torch.compile of a {type(model).__name__} over a grid: it is sharded Linear by Linear, without "
             "attention and MLP blocks that are known, so there is nothing to compile. Omit torch_compile."
         )
-    kinds = {kind(module): plain_forward(module) for module in modules}
-    compiled = {each: compile_apart(plain, **options) for each, plain in kinds.items()}  # torch refuses wrong options
-    regions = {module: Region(state, module, compiled[kind(module)]) for module in modules}
+    kinds = {module: find_kind(module) for module in modules}
+    # Torch refuses wrong options here.
+    compiled = {kind: compile_apart(kind[0], **options) for kind in dict.fromkeys(kinds.values())}
+    regions = {module: Region(state, module, compiled[kind]) for module, kind in kinds.items()}
     state.compile_with(dict(options))
     state.add_regions(regions)
     for module, region in state.regions.items():

@@ -277,7 +277,7 @@ def _own_arguments(
             own["position_ids"] = torch.stack([rows.take(each) for each in positions])
     alibi = any(make is _make_alibi for *_, make in makers)
     if rows.attention_mask is None and (rows.filled or alibi):  # for what else reads it: routers' auxiliary loss, too
-        own["attention_mask"] = rows.take(torch.ones_like(rows.position_ids).expand(rows.batch, -1))
+        own["attention_mask"] = rows.take_mask()
     if "attention_mask" in names and not makers:  # its mixers get the mask itself, and work on whole rows
         own["attention_mask"] = rows.attention_mask
     return own

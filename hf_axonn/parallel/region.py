@@ -24,8 +24,8 @@ def plain_forward(module: nn.Module) -> Callable:
     return checkpointed_forward(module) or type(module).forward
 
 
-def kind(module: nn.Module) -> tuple:
-    """Return what is alike in modules that share graphs: code and sizes.
+def find_kind(module: nn.Module) -> tuple:
+    """Return what is alike in modules that share graphs: their code (`plain_forward`), then their sizes.
 
     Layers of a class may have heads of different sizes, as in Gemma 4. A graph that serves all sizes saves other
     tensors than one that was made for the first, and layers that run again must not find it.

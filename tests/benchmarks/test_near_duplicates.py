@@ -47,9 +47,8 @@ def test_edits_keep_the_places_of_tokens(kind):
     copy, places = study.edit(tokens, 0.3, kind, draw)
     there = places >= 0
     assert torch.equal(copy[there], tokens[places[there]]) and (places[there].diff() > 0).all()
-    assert there.sum() / 4000 == pytest.approx(
-        0.7 if kind == study.KINDS[0] else 0.8, abs=0.03
-    )  # of 4,000: four deviations
+    # Of 4,000 tokens: four deviations.
+    assert there.sum() / 4000 == pytest.approx(0.7 if kind == study.KINDS[0] else 0.8, abs=0.03)
     assert abs(len(copy) - 4000) < 100
     same, places = study.edit(tokens, 0.0, kind, draw)
     assert torch.equal(same, tokens) and torch.equal(places, torch.arange(4000))

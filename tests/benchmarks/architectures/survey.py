@@ -197,7 +197,13 @@ def _reason(message: str, config: AxonnConfig) -> str:
 
 def survey_grid(specimens: list[Specimen], name: str) -> None:
     """Fill in the rows of all specimens for one grid. One launch of ranks, and one more for each that fails."""
-    compare([specimen for specimen in specimens if not is_refused(specimen, EVERY_GRID[name])], name)
+    compare(possible(specimens, name), name)
+
+
+def possible(specimens: list[Specimen], name: str) -> list[Specimen]:
+    """Return those that one grid does not refuse, which it notes of the others. Not beside a launch of ranks: planning
+    tries modules, whose parameters are not themselves meanwhile."""
+    return [specimen for specimen in specimens if not is_refused(specimen, EVERY_GRID[name])]
 
 
 def compare(left: list[Specimen], name: str) -> None:
@@ -256,9 +262,8 @@ def survey(types: list[str], grids: list[str], *, jobs: int = 1) -> Iterator[lis
         for begin in range(0, len(types), TOGETHER):
             prepared = [prepare(model_type) for model_type in types[begin : begin + TOGETHER]]
             specimens = [item for item in prepared if isinstance(item, Specimen)]
-            # Before ranks are forked: planning tries modules, whose parameters are not themselves meanwhile.
-            possible = {name: [each for each in specimens if not is_refused(each, EVERY_GRID[name])] for name in grids}
-            for future in [pool.submit(compare, left, name) for name, left in possible.items()]:
+            planned = [(possible(specimens, name), name) for name in grids]  # all of them before the first launch
+            for future in [pool.submit(compare, *each) for each in planned]:
                 future.result()
             yield [item.row if isinstance(item, Specimen) else item for item in prepared]
 

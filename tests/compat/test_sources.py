@@ -8,15 +8,15 @@ import linecache
 import pytest
 from transformers.models.llama import modeling_llama
 
-from hf_axonn.architectures.sources import parse_source
+from hf_axonn.compat.sources import parse_source
 
 
-def test_a_function_of_a_file_has_its_source_while_another_thread_reads_it(monkeypatch):
-    forward = modeling_llama.LlamaMLP.forward
-    expected = ast.dump(parse_source(forward))
+def test_code_of_a_file_has_its_source_while_another_thread_reads_it(monkeypatch):
+    codes = (modeling_llama.LlamaMLP.forward, modeling_llama)
+    expected = [ast.dump(parse_source(code)) for code in codes]
     # What a reader finds while another one has the file's entry out of the cache.
     monkeypatch.setattr(linecache, "getlines", lambda *_: [])
-    assert ast.dump(parse_source(forward)) == expected
+    assert [ast.dump(parse_source(code)) for code in codes] == expected
     decorated = modeling_llama.LlamaModel.forward
     assert hasattr(decorated, "__wrapped__") and parse_source(decorated).body[0].name == "forward"
 
