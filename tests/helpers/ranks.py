@@ -12,6 +12,7 @@ import gc
 import itertools
 import os
 import pickle
+import re
 import tempfile
 import time
 import traceback
@@ -133,14 +134,21 @@ def run_ranks(function: Callable, world: int, *args, timeout: float = 240) -> li
                 messages.append(f"rank {rank}:\n{failed}")
             elif process.exitcode != 0:
                 stopped = " (stopped)" if rank in late else ""
-                crashed = _read(f"{folder}/crashed-{rank}").partition("Extension modules")[0]
+                crashed = _rank_frames(_read(f"{folder}/crashed-{rank}"))
                 messages.append(f"rank {rank} ended with {process.exitcode}{stopped}\n{crashed}".rstrip())
-        assert not messages, "\n".join(sorted(messages, key=lambda text: "stopped" in text))
+        # A rank that a signal ended is the cause of what others say, and those that were stopped here know the least.
+        assert not messages, "\n".join(sorted(messages, key=lambda text: "(stopped)" in text or -("Fatal" in text)))
         results = []
         for rank in range(world):
             with open(f"{folder}/result-{rank}", "rb") as file:
                 results.append(pickle.load(file))
         return results
+
+
+def _rank_frames(crashed: str) -> str:
+    """What the handler of faults wrote, without the frames below the rank's own, which are pytest's."""
+    stacks = crashed.partition("Extension modules")[0]
+    return re.sub(r'(\n  File "[^"]*ranks\.py", line \d+ in _run)(?:\n  File .*)+', r"\1", stacks)
 
 
 def _read(path: str) -> str:
