@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,8 @@ ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 def carried_experts(model: nn.Module) -> int:
     """E of a model whose auxiliary loss stages of a pipeline can make together; 0 of others. No communication."""
-    function = _function_of(model)
-    if function is None or not _is_of_switch(getattr(function, "of_one_process", function)):
+    functions = [names[FUNCTION] for names in _names_with_function(model)]
+    if not functions or not all(_is_of_switch(getattr(each, "of_one_process", each)) for each in functions):
         return 0
     owners, names = (model, text_config(model)), ("num_experts", "num_local_experts")
     found = (getattr(owner, name, None) for owner in owners for name in names)
@@ -103,22 +103,24 @@ def full_router_logits(logits: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor
 
 def install_router_loss(state: ParallelState, model: nn.Module) -> None:
     """Make the auxiliary loss of a model that has one that of all ranks."""
-    function = _function_of(model)
-    if function is None:
+    found = _names_with_function(model)
+    if not found:
         return
     RouterLoss(state, model, getattr(model, model.base_model_prefix))
-    if not hasattr(function, "of_one_process"):
-        _names_of(model)[FUNCTION] = _join_ranks(function)
+    for names in found:
+        if not hasattr(names[FUNCTION], "of_one_process"):
+            names[FUNCTION] = _join_ranks(names[FUNCTION])
 
 
-def _function_of(model: nn.Module) -> Callable | None:
-    """Return what the forward of a model with a base model calls `load_balancing_loss_func`; None if it calls none."""
+def _names_with_function(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the global names, `load_balancing_loss_func` among them, of each forward of a model with a base model:
+    that of its class, and those of the classes that it is derived from, which it may call."""
     base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
-    return _names_of(model).get(FUNCTION) if isinstance(base, nn.Module) and base is not model else None
-
-
-def _names_of(model: nn.Module) -> dict:
-    return getattr(inspect.unwrap(type(model).forward), "__globals__", {})
+    if not isinstance(base, nn.Module) or base is model:
+        return []
+    forwards = (vars(each)["forward"] for each in type(model).__mro__ if "forward" in vars(each))
+    found = (getattr(inspect.unwrap(forward), "__globals__", {}) for forward in forwards)
+    return [names for names in found if FUNCTION in names]
 
 
 def _join_ranks(original: Callable) -> Callable:
