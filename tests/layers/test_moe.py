@@ -58,6 +58,7 @@ KINDS = {
 CHOOSING = [kind for kind in KINDS if kind != "llama4_text"]  # whose experts get the tokens that chose them
 TWO = [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)]
 FOUR = [Grid(y=2, x=2), Grid(z=2, x=2)]
+MORE = [Grid(z=4), Grid(z=2, y=2), Grid(data=2, z=2), Grid(z=2, context=2, x=2)]
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 NO_OVERLAP = Overlap(all_gather=False, reduce_scatter=False, all_reduce=False)
 
@@ -147,9 +148,14 @@ def test_two_steps():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grids", [TWO, FOUR], ids=["two", "four"])
-def test_two_steps_of_every_kind_cut_by_blocks(grids):
-    assert not errors(Planned([two_steps(kind) for kind in KINDS], grids))
+@pytest.mark.parametrize(
+    ("kinds", "grids"),
+    [(KINDS, TWO), (KINDS, FOUR), (CHOOSING, MORE)],
+    ids=["two", "four", "four of more axes"],
+)
+def test_two_steps_of_every_kind_cut_by_blocks(kinds, grids):
+    corrected = two_steps("deepseek_v3", before=biased)
+    assert not errors(Planned([two_steps(kind) for kind in kinds if kind != "deepseek_v3"] + [corrected], grids))
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def ways_of_training() -> list[Case]:
         kind("checkpointed", before=functools.partial(checkpointed, reentrant=False)),
         kind("reentrant", changes=unaided, before=functools.partial(checkpointed, reentrant=True)),
         kind("frozen", changes=short, before=frozen_experts),
-        kind("64 experts", changes=short | {"number": 64}, batches=[tiny_batch(8, 2)]),
+        kind("64 experts", changes=short | {"number": 64}, batches=[tiny_batch(4, 2)]),  # of 8 tokens
         kind("ties", changes=unaided, before=tied_routers),
         kind("one expert a token", changes=short | {"num_experts_per_tok": 1}),
         kind("every expert", changes=short | {"num_experts_per_tok": 6}),

@@ -57,6 +57,7 @@ class Routing:
         here = dist.get_group_rank(group, dist.get_rank())
         others = [sum(each) - each[here] for each in (routes.sent, routes.received)]
         self.rows = Rows(*(Fraction(rows, tokens) for rows in others))
+        assert self.rows.sent <= min(chosen, len(routes.sent)), "a token goes once to a rank"
         return routes
 
 
