@@ -1,6 +1,6 @@
 """One rank of a grid of thousands: the real engine's training step, without the other ranks and without values.
 
-    python -m tests.benchmarks.planner.simulate                         Llama 405B, DeepSeek-V3 and the paper's 80B GPT
+    python -m tests.benchmarks.planner.simulate                         the models of CASES
     python -m tests.benchmarks.planner.simulate --case llama-405b --grid data=2,z=64,y=8,x=16 --rank 77
     python -m tests.benchmarks.planner.simulate --groups 1024 8192 32768     and what building the process groups takes
 
@@ -41,7 +41,14 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, Starcoder2Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+    Starcoder2Config,
+)
 
 from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.config import AxonnConfig
@@ -136,10 +143,17 @@ def gpt(name: str) -> PreTrainedConfig:
     )
 
 
+QWEN3_30B = Qwen3MoeConfig(
+    vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
+    head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+    norm_topk_prob=True, max_position_embeddings=40960,
+)  # fmt: skip
 CASES = {
     "llama-405b": Case(LlamaConfig(**LLAMA_405B), Grid(data=4, z=64, y=8, x=8), rows=1, seq=8192),
     "deepseek-v3": Case(DeepseekV3Config(), Grid(data=4, z=64, y=8, x=8), rows=1, seq=4096),
     "deepseek-v3-move": Case(DeepseekV3Config(), Grid(data=8, z=128, x=2), rows=3, seq=4096, experts="move"),
+    "qwen3-30b-a3b": Case(QWEN3_30B, Grid(z=64), rows=8, seq=4096),
+    "qwen3-30b-a3b-move": Case(QWEN3_30B, Grid(z=64), rows=8, seq=4096, experts="move"),
     "gpt-80b": Case(gpt("gpt-80b"), Grid(data=64, z=64, y=2, x=2), rows=1, seq=2048),
 }
 
