@@ -28,6 +28,7 @@ from tests.parallel.pipeline.test_pipeline import BOUND, SCHEDULES, train
 LAYERS = 4
 CHANGES = {"dense": dict(mlp_only_layers=[0, 1])}  # whose first stage has no router
 KINDS = {"dense": "qwen3_moe"}
+UNEQUAL = ("granitemoeshared", "deepseek_v3")  # with shared experts; the second has no auxiliary loss
 GRIDS = [Grid(pipe=2, x=2), Grid(pipe=2, y=2), Grid(pipe=2, z=2), Grid(pipe=2, data=2), Grid(pipe=4)]
 GRIDS.append(Grid(pipe=2, z=2, context=2))
 
@@ -134,8 +135,9 @@ def test_two_stages() -> None:
 def test_with_other_axes(grid: Grid) -> None:
     schedules = [each for each in SCHEDULES if grid.pipe * each.get("stages_per_rank", 1) <= LAYERS]
     cases = [("qwen3_moe", grid, schedule, masked) for schedule in schedules for masked in (True, False)]
-    cases += [(kind, grid, {}, True) for kind in ("mixtral", "olmoe", "gpt_oss", "dense")]
-    cases += [(kind, grid, {"experts": "gather"}, True) for kind in ("mixtral", "dense")]
+    cases += [(kind, grid, {}, True) for kind in ("mixtral", "olmoe", "gpt_oss", "dense", *UNEQUAL)]
+    gathered = ("mixtral", "olmoe", "gpt_oss", "qwen3_moe", *UNEQUAL) if grid == Grid(pipe=2, z=2) else ("mixtral",)
+    cases += [(kind, grid, {"experts": "gather"}, True) for kind in (*gathered, "dense")]
     check(4, cases + [(kind, grid, {}, "loop") for kind in ("mixtral", "dense")])
 
 
