@@ -1,4 +1,5 @@
-"""Attention implementations over a grid: Transformers' flash attention by a stub of the kernels, and flex attention.
+"""Attention implementations over a grid: Transformers' flash attention and torch's varlen attention by a stub of the
+kernels, and flex attention.
 
 Eager attention and sdpa are those of nearly all other tests.
 """
@@ -7,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from unittest import mock
 
 import pytest
 import torch
 
 from hf_axonn import Grid, parallelize
+from tests.benchmarks.gpu import packing
 from tests.end_to_end.test_equivalence import packed, without_cache
 from tests.helpers.equality import Case, compare, full, too_large
-from tests.helpers.flash_stub import flash_attention
+from tests.helpers.flash_stub import flash_attention, flash_attn_varlen_func
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.parallel.test_context_keys import config_of
@@ -72,16 +75,36 @@ def compare_flex(grids):
     return found
 
 
-def compare_both(cases, grids):
-    return compare_flash(cases, grids), compare_flex([grid for grid in grids if grid.context == 1])
+def varlen_case():
+    """A packed row by sdpa on one process, and the same by torch's varlen attention on a grid."""
+    row = packing.make_batch(tiny_batch(1, 13)["input_ids"], (3, 6, 4))
+    case = Case("varlen", functools.partial(tiny_model, "llama"), [row], cut=lambda batch, *_: batch)
+    made = functools.partial(with_flash, "llama", packing.NAMES["varlen"])
+    return dataclasses.replace(case, make=made), case.truth()
 
 
-def test_flash_and_flex_attention_equal_one_process():
+def _varlen(query, key, value, *ends_and_lengths, window_size):
+    assert window_size == (-1, 0)
+    return flash_attn_varlen_func(query, key, value, *ends_and_lengths, causal=True)
+
+
+def compare_varlen(case, grids):
+    with mock.patch.object(packing.torch_varlen, "varlen_attn", _varlen):
+        return compare([case], grids)
+
+
+def compare_all(cases, varlen, grids):
+    others = [grid for grid in grids if grid.context == 1]
+    return compare_flash(cases, grids), compare_varlen(varlen, others), compare_flex(others)
+
+
+def test_flash_varlen_and_flex_attention_equal_one_process():
     """Transformers' own function runs over context and over the other axes, on batches of one row or of two."""
     cases = list(flash_cases())
-    table, flex = run_ranks(compare_both, 2, cases, [*TWO, Grid(x=2), Grid(y=2)])[0]
+    table, varlen, flex = run_ranks(compare_all, 2, cases, varlen_case(), [*TWO, Grid(x=2), Grid(y=2)])[0]
     assert len(table) == 3 * len(cases) and not too_large(table, BOUND)
-    assert len(flex) == 2 and max(flex.values()) < 1e-6, flex
+    assert len(varlen) == len(flex) == 2 and not too_large(varlen, BOUND)
+    assert max(flex.values()) < 1e-6, flex
 
 
 @pytest.mark.slow
