@@ -144,6 +144,8 @@ class ShardingPlan:
     def why_undivided(self) -> str:
         """Return why the layers cannot be divided into stages, each with hidden states of the one before alone; else
         nothing."""
+        if self.towers:
+            return f"no stage encodes images ({self.towers[0].decoder})"
         if self.borrows:
             return "attention takes keys and values of other layers"
         if self.copies:

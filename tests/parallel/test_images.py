@@ -224,7 +224,7 @@ def test_what_cannot_be_divided_is_refused_on_every_rank():
         assert "what a blank image is to other models" in found["unknown"]
         assert "given pixel_values_videos and some were not" in found["videos"]
         assert "pixel_values is [2, 3, 8, 8] float64 (checksum" in found["other pixels"]
-        assert "use a grid without pipe for Gemma3ForConditionalGeneration" in found["pipe"]
+        assert "no stage encodes images (model.vision_tower): use a grid without pipe for Gemma3" in found["pipe"]
         assert "pixel_values: images are not supported" in found["context"] and "Omit context" in found["context"]
         assert "where other models put images is unknown" in found["context"]
         assert "return_dict=False of a model with images is not supported" in found["tuple"]
