@@ -7,9 +7,13 @@ and that every parameter belongs to a module. No communication, no change to the
 
 from __future__ import annotations
 
+import dis
 import fnmatch
 import inspect
+from collections.abc import Iterator, Set
 from dataclasses import replace
+from pathlib import Path
+from types import CodeType
 
 from torch import nn
 
@@ -98,9 +102,9 @@ def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | 
             return f"{name} is a {type(module).__name__}, not an nn.Linear"
     entry = layer.get_submodule(spec.entry)
     if spec.is_attention:
-        read = (_names_read(entry) & GLOBAL_SIZES) - {name.rpartition(".")[2] for name in spec.attributes}
+        read = _reads(entry, GLOBAL_SIZES - {name.rpartition(".")[2] for name in spec.attributes})
         if read:
-            return f"its attention reads {', '.join(sorted(read))} of the whole model"
+            return f"its attention reads {', '.join(read)} of the whole model at {', '.join(read.values())}"
         counts = head_counts(model, layer, spec)
         if counts is None:
             return "its numbers of heads do not explain the sizes of its projections"
@@ -113,18 +117,32 @@ def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | 
     return _unknown_parameters(entry, spec, layer, 0)
 
 
-def _names_read(module: nn.Module) -> set[str]:
-    """Return the names of attributes in the code of a module's forward and of the methods that it calls."""
-    pending, seen, names = ["forward"], set(), set()
+def _reads(module: nn.Module, names: Set[str]) -> dict[str, str]:
+    """Return which attributes of some names are in the code of a module's forward and of the methods that it calls,
+    with the file and line where each is first."""
+    found: dict[str, str] = {}
+    for code in _code_of(module):
+        for step in dis.get_instructions(code) if not names.isdisjoint(code.co_names) else ():
+            if step.opname.endswith(("_ATTR", "_METHOD")) and step.argval in names:
+                line = step.positions.lineno if step.positions else None
+                found.setdefault(step.argval, f"{Path(code.co_filename).name}:{line or code.co_firstlineno}")
+    return dict(sorted(found.items()))
+
+
+def _code_of(module: nn.Module) -> Iterator[CodeType]:
+    """Yield the code of a module's forward, of the methods that it calls, also as `super()`, and of functions that are
+    made in these."""
+    pending, seen = [getattr(inspect.unwrap(type(module).forward), "__code__", None)], set()
     while pending:
-        method = inspect.unwrap(getattr(type(module), pending.pop(), None))
-        code = getattr(method, "__code__", None)
+        code = pending.pop()
         if code is None or code in seen:
             continue
         seen.add(code)
-        names |= set(code.co_names)
-        pending += [name for name in code.co_names if inspect.isfunction(getattr(type(module), name, None))]
-    return names
+        yield code
+        kinds = type(module).__mro__ if "super" in code.co_names else (type(module),)
+        methods = (getattr(kind, name, None) for kind in kinds for name in code.co_names)
+        pending += [inspect.unwrap(method).__code__ for method in methods if inspect.isfunction(method)]
+        pending += [made for made in code.co_consts if isinstance(made, CodeType)]
 
 
 def head_counts(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> tuple[int, int] | None:

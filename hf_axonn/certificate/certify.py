@@ -32,6 +32,7 @@ from hf_axonn.certificate.report import certificate, exit_code, lines, page, pla
 from hf_axonn.certificate.shrinking import config_of, shrink
 from hf_axonn.certificate.watching import STANDS_STILL, cases_begun, wait_for
 from hf_axonn.certificate.worker import ALONE, TOGETHER
+from hf_axonn.compat.transformers import register_code
 
 
 WORKER = "hf_axonn.certificate.worker"
@@ -49,18 +50,25 @@ def prepare(
     trainer: dict[str, Any],
     seed: int = 0,
     dtype: str = FLOAT64,
+    own_code: bool = False,
 ) -> Job:
     """Make the small model and the job in an empty folder.
 
+    Args:
+        own_code: whether the code that comes with the model is run, here and by every process.
     Raises:
-        ValueError: the model cannot be made small, an argument is wrong, or `steps` is below 2.
+        ValueError: the model cannot be made small, an argument is wrong, or `steps` is below 2; see `register_code`.
     """
     _check_steps(steps, 2, ": the last one is the epoch's uneven end")
+    if own_code:
+        register_code(model)
     small = shrink(config_of(model), ranks=plan.ranks, layers=max(2, plan.stages), seed=seed)
     if dtype != FLOAT64:
         check_comparable(small.config, dtype)
     words = small.config.vocab_size
     job = make_job(folder, plan, steps=steps, vocabulary=words, trainer=trainer, seed=seed, dtype=dtype)
+    if own_code:
+        job.code = str(Path(model).resolve()) if Path(model).exists() else model
     with torch.no_grad():
         for tensor in filter(torch.is_floating_point, (*small.parameters(), *small.buffers())):
             tensor.copy_(tensor.to(job.numbers))
@@ -196,6 +204,7 @@ def certify(
     output: Path,
     command_line: list[str],
     dtype: str = FLOAT64,
+    own_code: bool = False,
 ) -> tuple[int, list[str]]:
     """Certify a launch file; the plan and a line for each run are printed while it goes on.
 
@@ -208,6 +217,7 @@ def certify(
         output: a new folder, for the certificate and what the runs wrote.
         command_line: what the certificate says that it was made by.
         dtype: in which the ranks compute and are compared: float64, bf16 or fp32.
+        own_code: whether the code that comes with the model is run.
     Returns:
         The exit code, and the lines of the verdict.
     Raises:
@@ -225,7 +235,7 @@ def certify(
     if model is None:
         job = prepare_script(output.resolve(), plan, script, steps=steps)
     else:
-        job = prepare(output.resolve(), plan, model, steps=steps, trainer=arguments, dtype=dtype)
+        job = prepare(output.resolve(), plan, model, steps=steps, trainer=arguments, dtype=dtype, own_code=own_code)
     progress = Progress(job)
     try:
         progress.begin(plan_lines(job, plan.title, model, estimated_seconds(job)))

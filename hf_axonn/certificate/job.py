@@ -68,6 +68,7 @@ class Job:
         failed: cases that do not run under the launch file, and what the framework said.
         notes: what is done otherwise than the user's files say.
         dtype: in which the ranks compute: float64, or fp32, or mixed precision in bf16; one process has float64.
+        code: the model whose own code is run; empty: none.
     """
 
     folder: str
@@ -92,6 +93,7 @@ class Job:
     failed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     dtype: str = FLOAT64
+    code: str = ""
 
     @property
     def divides(self) -> bool:

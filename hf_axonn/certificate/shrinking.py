@@ -78,8 +78,12 @@ def config_of(model: str) -> PreTrainedConfig:
         config = CONFIG_MAPPING[model]()
     else:
         try:
-            config = AutoConfig.from_pretrained(model)
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as problem:
+            if "trust_remote_code" in str(problem):
+                raise ValueError(
+                    f"{model} comes with code of its own: read it, and give --trust-remote-code, which runs it."
+                ) from None
             raise ValueError(
                 f"{model} is no model: give a directory with a config.json, such a file, a model type of "
                 f"Transformers as llama, or a name on the Hub ({str(problem).partition(chr(10))[0]})."
@@ -116,7 +120,9 @@ def shrink(
             return model
         except Exception as error:  # any class may fail in a way of its own
             problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    raise ValueError(f"a model of type {config.model_type} could not be made small ({problem}).")
+    raise ValueError(
+        f"a model of type {config.model_type} could not be made small ({problem}): give a config.json of small sizes."
+    )
 
 
 def _factors(config: PreTrainedConfig, ranks: int) -> list[int]:

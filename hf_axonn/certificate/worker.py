@@ -38,6 +38,7 @@ from hf_axonn.certificate.rows import Row, collate, collate_evenly, pack, seen_i
 from hf_axonn.certificate.script import run_script
 from hf_axonn.certificate.watching import be_watched
 from hf_axonn.compat.accelerate import allow_sharding_on_cpus, forget_state
+from hf_axonn.compat.transformers import register_code
 
 
 ALONE, TOGETHER = "one", "many"
@@ -68,6 +69,8 @@ def run(job: Job, names: Sequence[str] = ()) -> None:
     Collective over the world.
     """
     logging.set_verbosity_error()
+    if job.code:
+        register_code(job.code)
     exact = _dtype(job) == torch.float64
     if _zero(job):
         on_cpus()

@@ -47,6 +47,7 @@ def add_certify(commands) -> None:
         default=3,
         help="optimizer steps; of a model at least 2, as the last one is the uneven end of the epoch",
     )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with --model")
     parser.add_argument("--output", help="a new folder, for certificate.json, certificate.html and logs")
 
 
@@ -62,7 +63,11 @@ def run_certify(options: argparse.Namespace) -> int:
     output = Path(options.output or tempfile.mkdtemp(prefix="certificate-"))
     if bool(options.model) == bool(options.script):
         raise ValueError("give --model, or --script, whose model is the one that it loads.")
+    if options.trust_remote_code and options.script:
+        raise ValueError("--trust-remote-code is of --model: a script says for itself whether it runs such code.")
     words = ["hf-axonn", "certify", "--config", options.config, "--steps", str(options.steps)]
+    if options.trust_remote_code:
+        words.append("--trust-remote-code")
     if options.dtype != "float64":
         words += ["--dtype", options.dtype]
     for name in ("model", "trainer_args", "script"):
@@ -79,6 +84,7 @@ def run_certify(options: argparse.Namespace) -> int:
             output=output,
             command_line=words,
             dtype=options.dtype,
+            own_code=options.trust_remote_code,
         )
     except RuntimeError as problem:
         print(f"hf-axonn certify: {problem}", file=sys.stderr)

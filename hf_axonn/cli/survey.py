@@ -2,9 +2,10 @@
 
 hf-axonn survey olmo2
 hf-axonn survey DIR --grids x2,x2y2 --output survey
+hf-axonn survey DIR --trust-remote-code
 
-A type that Transformers has added is planned by the general rules, as under `allow_untested: true`, made small, and
-trained on each grid and on one process in float64 (`hf-axonn certify`).
+A type that Transformers has added, or that comes with code of its own, is planned by the general rules, as under
+`allow_untested: true`, made small, and trained on each grid and on one process in float64 (`hf-axonn certify`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ GRIDS = {
 }
 STEPS = 2
 EQUAL, DIFFERENT, NOT_STARTED = 0, 1, 2
+ABOUT = re.compile(r": (the run |from step )")  # of a line of a certificate on what differs, or does not run
 VERDICTS = {EQUAL: "equal", DIFFERENT: "DIFFERENT", NOT_STARTED: "not compared"}
 
 
@@ -50,6 +52,7 @@ def add_survey(commands) -> None:
     )
     parser.add_argument("model", help="a model type, a model's directory, its config.json, or its name on the hub")
     parser.add_argument("--grids", default=",".join(GRIDS), help="some of the eight, separated by commas")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
     parser.add_argument("--output", help="a new folder, for a certificate of each grid")
 
 
@@ -65,6 +68,7 @@ def run_survey(options: argparse.Namespace) -> int:
 
     from hf_axonn.architectures.plan import plan_for
     from hf_axonn.certificate.shrinking import config_of
+    from hf_axonn.compat.transformers import register_code
 
     names = options.grids.split(",")
     if wrong := [name for name in names if name not in GRIDS]:
@@ -72,15 +76,19 @@ def run_survey(options: argparse.Namespace) -> int:
     output = Path(options.output or tempfile.mkdtemp(prefix="survey-"))
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"--output: {output} is not empty: give another folder.")
+    if options.trust_remote_code:
+        register_code(options.model)
     config = config_of(options.model)
     with torch.device("meta"):
         plan = plan_for(AutoModelForCausalLM.from_config(config), allow_untested=True)
     print("\n".join([f"{config.model_type}: {plan.summary()}", *_describe(plan)]))
     if plan.reason:
         return DIFFERENT
-    codes = [_certify(options.model, name, output / name) for name in names]
+    codes = [_certify(options.model, name, output / name, own_code=options.trust_remote_code) for name in names]
     if not any(codes) and plan.untested:
-        print(f'It can stand among CHECKED of hf_axonn/architectures/table.py as "{config.model_type}".')
+        print("To train it so, write allow_untested: true into axonn_config of the launch file.")
+        if not options.trust_remote_code:
+            print(f'It can stand among CHECKED of hf_axonn/architectures/table.py as "{config.model_type}".')
     return max(codes)
 
 
@@ -101,7 +109,7 @@ def _within(name: str, layers: Sequence[str]) -> str:
     return name.removeprefix(f"{layer}.")
 
 
-def _certify(model: str, name: str, folder: Path) -> int:
+def _certify(model: str, name: str, folder: Path, *, own_code: bool) -> int:
     """Certify a small model on one grid, print a line, and return the exit code."""
     from hf_axonn.certificate.certify import certify
 
@@ -112,15 +120,24 @@ def _certify(model: str, name: str, folder: Path) -> int:
     launch = folder / "launch.yaml"
     launch.write_text(yaml.safe_dump(settings), encoding="utf-8")
     words = ["hf-axonn", "certify", "--config", str(launch), "--model", model, "--steps", str(STEPS)]
+    words += ["--trust-remote-code"] if own_code else []
     report, why = folder / "report", ""
     try:
         with (folder / "log.txt").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
             code, screen = certify(
-                launch, model, trainer_args=None, script=[], steps=STEPS, output=report, command_line=words
+                launch,
+                model,
+                trainer_args=None,
+                script=[],
+                steps=STEPS,
+                output=report,
+                command_line=words,
+                own_code=own_code,
             )
             log.write("\n".join(screen))
-        why = next((line.strip() for line in screen if "cause: " in line), "") if code else ""
+        label = "does not run" if "DOES NOT RUN" in screen[0] else VERDICTS[code]
+        why = next((line.strip() for line in screen if ABOUT.search(line)), "") if code else ""
     except (RuntimeError, ValueError) as problem:
-        code, why = NOT_STARTED, re.sub(r"\s+", " ", str(problem))
-    print(f"  {name:<8}{VERDICTS[code]:<14}{why or report}", flush=True)
+        code, label, why = NOT_STARTED, VERDICTS[NOT_STARTED], re.sub(r"\s+", " ", str(problem))
+    print(f"  {name:<8}{label:<14}{why or report}", flush=True)
     return code

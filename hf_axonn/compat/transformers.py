@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from packaging.version import Version
@@ -253,6 +254,37 @@ def from_config_of(kind: type[PreTrainedModel]) -> Callable[..., PreTrainedModel
     """Return the function that `from_config` of an Auto class calls for a class of models."""
     found: Callable[..., PreTrainedModel] = kind._from_config
     return found
+
+
+def register_code(name: str) -> None:
+    """Run the code that comes with a model, and let the Auto classes of this process know its configuration and its
+    causal language model, as `trust_remote_code=True` would.
+
+    Args:
+        name: a directory with a config.json, such a file, or a name on the Hub.
+    Raises:
+        ValueError: no code comes with it, or it cannot be imported.
+        OSError: there is no such model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    folder = str(Path(name).parent) if Path(name).is_file() else name
+    places = PreTrainedConfig.get_config_dict(folder)[0].get("auto_map") or {}
+    if not {"AutoConfig", "AutoModelForCausalLM"} <= places.keys():
+        raise ValueError(
+            f"--trust-remote-code: {name} comes with no code of its own, as auto_map of its config.json does not name "
+            "AutoConfig and AutoModelForCausalLM: omit the option."
+        )
+    try:
+        config, kind = (
+            get_class_from_dynamic_module(places[auto], folder) for auto in ("AutoConfig", "AutoModelForCausalLM")
+        )
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        AutoModelForCausalLM.register(config, kind, exist_ok=True)
+    except Exception as problem:  # whatever the code does
+        what = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
+        raise ValueError(f"the code that comes with {name} does not run ({what}).") from problem
 
 
 def as_saved(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -73,10 +75,7 @@ def test_a_block_that_does_not_fit_is_left_whole():
     assert "2 modules on full sequences" in plan.summary()
 
 
-def test_code_that_reads_a_number_of_the_whole_model_is_not_trusted(monkeypatch):
-    model = tiny_model("llama")
-    attention = type(model.model.layers[0].self_attn)
-
+def of_helper(attention):
     class Reads(attention):
         def forward(self, hidden_states, **kwargs):
             return self.helper(hidden_states, **kwargs)
@@ -85,11 +84,40 @@ def test_code_that_reads_a_number_of_the_whole_model_is_not_trusted(monkeypatch)
             assert self.num_heads
             return attention.forward(self, hidden_states, **kwargs)
 
+    return Reads
+
+
+def of_inner_function(attention):
+    class Reads(attention):
+        def forward(self, hidden_states, **kwargs):
+            divide = lambda tensor: tensor / self.num_heads  # noqa: E731
+            return divide(hidden_states), None
+
+    return Reads
+
+
+def of_parent(attention):
+    class Reads(of_helper(attention)):
+        def forward(self, hidden_states, **kwargs):
+            return super().forward(hidden_states, **kwargs)
+
+        def helper(self, hidden_states, **kwargs):
+            return super().helper(hidden_states, **kwargs)
+
+    return Reads
+
+
+@pytest.mark.parametrize("reading", [of_helper, of_inner_function, of_parent])
+def test_code_that_reads_a_number_of_the_whole_model_is_not_trusted(reading):
+    model = tiny_model("llama")
+    kind = reading(type(model.model.layers[0].self_attn))
     for layer in model.model.layers:
-        layer.self_attn.__class__ = Reads
-    plan = plan_for(model)
+        layer.self_attn.__class__ = kind
     assert "num_heads" in GLOBAL_SIZES
-    assert set(plan.full_sequence.values()) == {"its attention reads num_heads of the whole model"}
+    (reason,) = set(plan_for(model).full_sequence.values())
+    lines, first = inspect.getsourcelines(of_inner_function if reading is of_inner_function else of_helper)
+    line = first + next(place for place, text in enumerate(lines) if "self.num_heads" in text)
+    assert reason == f"its attention reads num_heads of the whole model at test_table.py:{line}"
 
 
 def test_what_is_not_listed_has_no_plan():

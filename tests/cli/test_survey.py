@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, dynamic_module_utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_axonn.certificate import certify as certificates
 from hf_axonn.cli.main import main
+from tests.helpers.own_type import OwnConfig, OwnForCausalLM, ReadingForCausalLM
 
 
 def test_it_prints_the_plan_and_what_each_grid_gave(tmp_path, capsys, monkeypatch):
@@ -48,3 +54,80 @@ def test_a_certificate_of_a_grid(tmp_path, capsys):
     assert "  x2      equal" in capsys.readouterr().out
     found = json.loads((tmp_path / "out/x2/report/certificate.json").read_text(encoding="utf-8"))
     assert found
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path, monkeypatch):
+    """Keep code that comes with models out of the user's cache, and its classes out of what later tests know."""
+    cache = str(tmp_path / "modules")
+    monkeypatch.setenv("HF_MODULES_CACHE", cache)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", cache)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
+
+
+def own_folder(folder: Path, kind: type[OwnForCausalLM]) -> str:
+    """Write a model of a type of one's own: its configuration, and the code that `trust_remote_code` runs."""
+    sizes = {"hidden_size": 96, "intermediate_size": 90, "num_hidden_layers": 2, "vocab_size": 131, "head_dim": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
+    config = OwnConfig(**sizes, **heads, layer_types=["sliding_attention", "full_attention"], pad_token_id=0)
+    names = {"AutoConfig": OwnConfig.__name__, "AutoModelForCausalLM": kind.__name__}
+    config.auto_map = {auto: f"own_type.{name}" for auto, name in names.items()}
+    config.save_pretrained(folder)
+    shutil.copy(inspect.getfile(kind), folder)
+    return str(folder)
+
+
+def certified(monkeypatch) -> list[bool]:
+    """Let every certificate say that a grid is equal; returns a list of whether own code was to run."""
+    calls = []
+
+    def certify(*_, own_code, **__):
+        calls.append(own_code)
+        return 0, ["equal"]
+
+    monkeypatch.setattr(certificates, "certify", certify)
+    return calls
+
+
+def test_a_type_of_own_making_is_planned_where_its_code_may_run(tmp_path, capsys, monkeypatch):
+    calls, own = certified(monkeypatch), own_folder(tmp_path / "own", OwnForCausalLM)
+    command = ["survey", own, "--grids", "x2", "--output", str(tmp_path / "out")]
+    assert main(command) == 2 and not calls
+    assert "comes with code of its own: read it, and give --trust-remote-code" in capsys.readouterr().err
+    assert main([*command, "--trust_remote_code"]) == 0 and calls == [True]
+    printed = capsys.readouterr().out
+    assert printed.startswith("of_own_making: 2 decoder layers sharded as 4 blocks by rules that are untested")
+    assert "self_attn.k_proj self_attn.v_proj -> self_attn.o_proj (4 query and 2 kv heads)\n" in printed
+    assert "write allow_untested: true into axonn_config" in printed and "CHECKED" not in printed
+
+
+def test_code_that_reads_a_number_of_the_whole_model_is_refused_with_its_line(tmp_path, capsys, monkeypatch):
+    certified(monkeypatch)
+    own = own_folder(tmp_path / "own", ReadingForCausalLM)
+    assert main(["survey", own, "--trust-remote-code", "--grids", "x2", "--output", str(tmp_path / "out")]) == 0
+    lines = (tmp_path / "own/own_type.py").read_text(encoding="utf-8").splitlines()
+    line = 1 + next(place for place, text in enumerate(lines) if "self.config.num_attention_heads" in text)
+    reason = f"its attention reads num_attention_heads of the whole model at own_type.py:{line}"
+    assert f"  self_attn gets full sequences: {reason}\n" in capsys.readouterr().out
+
+
+def test_code_that_cannot_run_is_refused(tmp_path, capsys):
+    command = ["survey", own_folder(tmp_path / "own", OwnForCausalLM), "--trust-remote-code"]
+    (tmp_path / "own/own_type.py").write_text("import torch.nothing")
+    assert main(command) == 2
+    assert "own does not run (ModuleNotFoundError: No module named 'torch.nothing')" in capsys.readouterr().err
+    config = tmp_path / "own/config.json"
+    config.write_text(config.read_text().replace("AutoModelForCausalLM", "AutoModel"))
+    assert main(command) == 2 and "own comes with no code of its own, as auto_map" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [OwnForCausalLM, ReadingForCausalLM])
+def test_a_type_of_own_making_equals_one_process(tmp_path, capsys, kind):
+    own = own_folder(tmp_path / "own", kind)
+    command = ["survey", own, "--trust-remote-code", "--grids", "x2y2,x2z2", "--output", str(tmp_path / "out")]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "  x2y2    equal" in printed and "  x2z2    equal" in printed

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from hf_axonn import AxonnConfig, Grid, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
@@ -13,33 +14,19 @@ from tests.benchmarks.architectures.survey import in_float64
 from tests.helpers.equality import mean_over_world
 from tests.helpers.float64 import relative_errors
 from tests.helpers.models import tiny_batch, unplanned_model
+from tests.helpers.own_type import OwnConfig, OwnForCausalLM, ReadingAttention, ReadingForCausalLM
 from tests.helpers.ranks import run_ranks
 
 
 GRIDS = (Grid(y=2, x=2), Grid(z=2, x=2))
 
 
-class OwnConfig(Gemma3TextConfig):
-    model_type = "of_own_making"
-
-
-class OwnForCausalLM(Gemma3ForCausalLM):
-    """Local and global attention in turn, and norms of two kinds."""
-
-    config: OwnConfig
-
-    def __init__(self, config: OwnConfig) -> None:
-        super().__init__(config)
-        for layer in self.model.layers:
-            layer.post_attention_layernorm = nn.LayerNorm(config.hidden_size)
-
-
-def own_model() -> nn.Module:
+def own_model(kind: type[OwnForCausalLM] = OwnForCausalLM) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "intermediate_size": 42, "num_hidden_layers": 2, "vocab_size": 131, "head_dim": 12}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
     config = OwnConfig(**sizes, **heads, layer_types=["sliding_attention", "full_attention"], pad_token_id=0)
-    return OwnForCausalLM(config).double()
+    return kind(config).double()
 
 
 def train(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -65,20 +52,13 @@ def test_a_type_of_own_making_equals_one_process():
     run_ranks(_compare, 4, train(own_model(), batch), batch, timeout=240)
 
 
-def test_without_it_and_where_code_reads_a_number_of_the_whole_model_nothing_is_divided(monkeypatch):
+def test_without_it_and_where_code_reads_a_number_of_the_whole_model_nothing_is_divided():
     assert plan_for(unplanned_model()).reason.startswith("no block plan for unlisted models")
     assert plan_for(unplanned_model(), allow_untested=True).untested
-    model = own_model()
-    attention = type(model.model.layers[0].self_attn)
-
-    class Reads(attention):
-        def forward(self, hidden_states, **kwargs):
-            assert self.config.num_attention_heads
-            return attention.forward(self, hidden_states, **kwargs)
-
-    model.model.layers[1].self_attn.__class__ = Reads
-    plan = plan_for(model, allow_untested=True)
-    reason = "its attention reads num_attention_heads of the whole model"
+    plan = plan_for(own_model(ReadingForCausalLM), allow_untested=True)
+    lines, first = inspect.getsourcelines(ReadingAttention.forward)
+    line = first + next(place for place, text in enumerate(lines) if "num_attention_heads" in text)
+    reason = f"its attention reads num_attention_heads of the whole model at own_type.py:{line}"
     assert plan.full_sequence == {"model.layers.1.self_attn": reason}
     with pytest.raises(ValueError, match="allow_untested is 'yes', but it is a switch"):
         AxonnConfig(grid=Grid(x=2), allow_untested="yes")
