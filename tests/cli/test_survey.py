@@ -24,12 +24,14 @@ def test_it_prints_the_plan_and_what_each_grid_gave(tmp_path, capsys, monkeypatc
         calls.append((config.read_text(encoding="utf-8"), model, output))
         if "y2" in str(output):
             raise RuntimeError("the run on one process failed")
+        if "z2" in str(output):
+            return 1, ["axonn, z=2: DOES NOT RUN in 1 of 1 runs.", "  loop sgd: the run under the launch file failed"]
         return int("x2y2" in str(output)), ["lines", "  loop sgd: from step 1: off. cause: a bias times 0.5"]
 
     monkeypatch.setattr(certificates, "certify", certify)
     config = AutoConfig.for_model("xmod", num_hidden_layers=2, hidden_size=48, num_attention_heads=4, is_decoder=True)
     config.save_pretrained(tmp_path / "model")
-    command = ["survey", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--grids", "x2,y2"]
+    command = ["survey", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--grids", "x2,y2,z2"]
     assert main(command) == 2
     printed = capsys.readouterr().out
     assert printed.startswith("xmod: 2 decoder layers sharded as 4 blocks by rules that are untested")
@@ -37,6 +39,7 @@ def test_it_prints_the_plan_and_what_each_grid_gave(tmp_path, capsys, monkeypatc
     assert "-> attention.output.dense (4 query and 4 kv heads)" in printed
     assert "  output.adapter_modules gets full sequences: not known as a block" in printed
     assert "  x2      equal" in printed and "  y2      not compared  the run on one process failed" in printed
+    assert "  z2      does not run  loop sgd: the run under the launch file failed" in printed
     assert "allow_untested: true" in calls[0][0] and "num_processes: 2" in calls[0][0]
     assert main(command) == 2 and "is not empty" in capsys.readouterr().err
 
