@@ -1,9 +1,12 @@
-"""Near-verbatim recall: runs, blocks and what is left of them, counted by hand."""
+"""Near-verbatim recall: runs, blocks and what is left of them, counted by hand and by the words of the definition."""
 
 import random
+from collections import Counter
+from itertools import takewhile
 
 import pytest
 
+from hf_axonn_eval.metrics import near_verbatim
 from hf_axonn_eval.metrics.near_verbatim import LEAST_WORDS, Run, near_verbatim_blocks, nv_recall, size_of
 
 
@@ -76,3 +79,59 @@ def test_what_moved_counts_once():
     assert recall(text, moved) == 0.5
     [block] = near_verbatim_blocks(" ".join(text), " ".join(moved))
     assert size_of(block) == 200
+
+
+def equal_words(true: list[str], written: list[str], at: tuple[int, int] = (0, 0)) -> list[tuple[int, int]]:
+    """Pair places of both texts: those of the longest run of equal words (of several, the first in the text and then
+    in what was written), and so on to its left and to its right."""
+    runs = [
+        (sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(true[i:], written[j:], strict=False))), -i, -j)
+        for i in range(len(true))
+        for j in range(len(written))
+    ]
+    size, i, j = max(runs, default=(0, 0, 0))
+    if not size:
+        return []
+    i, j = -i, -j
+    own = [(at[0] + i + step, at[1] + j + step) for step in range(size)]
+    left = equal_words(true[:i], written[:j], at)
+    return left + own + equal_words(true[i + size :], written[j + size :], (at[0] + i + size, at[1] + j + size))
+
+
+def blocks_by_definition(pairs: list[tuple[int, int]], passes) -> list[list[tuple[int, int]]]:
+    """Group pairs of places: first neighbours with no word between on either side, then by each of the passes."""
+    blocks = [[pair] for pair in pairs]
+    for gap, difference, least in ((0, 0, 1), *passes):
+        joined: list[list[tuple[int, int]]] = []
+        for block in blocks:
+            if joined:
+                in_true, in_written = (block[0][side] - joined[-1][-1][side] - 1 for side in (0, 1))
+                if in_true <= gap and in_written <= gap and abs(in_true - in_written) <= difference:
+                    joined[-1] = joined[-1] + block
+                    continue
+            joined.append(block)
+        blocks = [block for block in joined if len(block) >= least]
+    return blocks
+
+
+def test_blocks_and_recall_are_those_of_the_definition(monkeypatch):
+    """Texts of few different words, some changed, left out or put in: every field of every block."""
+    passes = ((1, 1, 2), (4, 2, 6))
+    monkeypatch.setattr(near_verbatim, "PASSES", passes)
+    monkeypatch.setattr(near_verbatim, "LEAST_WORDS", 6)
+    draw, counts = random.Random(0), Counter()
+    for _ in range(60):
+        true, written, kept = draw.choices("abcdefgh", k=40), [], draw.choice([1, 4, 12])
+        for word in true:
+            written += draw.choices([[word], [draw.choice("abcdefgh")], [], [word, "x"]], [kept, 1, 1, 1])[0]
+        texts = " ".join(true), " ".join(written)
+        found = near_verbatim_blocks.__wrapped__(*texts)
+        expected = blocks_by_definition(equal_words(true, written), passes)
+        places = [
+            [(run.true + step, run.generated + step) for run in block for step in range(run.size)] for block in found
+        ]
+        assert places == expected and [size_of(block) for block in found] == [len(block) for block in expected]
+        counts[len(found)] += 1
+        monkeypatch.setattr(near_verbatim, "near_verbatim_blocks", near_verbatim_blocks.__wrapped__)
+        assert near_verbatim.nv_recall(texts[1], texts[0]) == sum(map(len, expected)) / len(true)
+    assert counts[0] and counts[1] and counts[2], "texts without blocks, and with several"
