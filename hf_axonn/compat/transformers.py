@@ -277,9 +277,8 @@ def register_code(name: str) -> None:
             "AutoConfig and AutoModelForCausalLM: omit the option."
         )
     try:
-        config, kind = (
-            get_class_from_dynamic_module(places[auto], folder) for auto in ("AutoConfig", "AutoModelForCausalLM")
-        )
+        config: Any = get_class_from_dynamic_module(places["AutoConfig"], folder)
+        kind = get_class_from_dynamic_module(places["AutoModelForCausalLM"], folder)
         AutoConfig.register(config.model_type, config, exist_ok=True)
         AutoModelForCausalLM.register(config, kind, exist_ok=True)
     except Exception as problem:  # whatever the code does
