@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +107,31 @@ def starts_of(document_ids: Tensor) -> Tensor:
     return starts
 
 
+def starts_in_flash_attention(position_ids: Tensor, documents: Sequence[int] = ()) -> list[int]:
+    """Return where Transformers' flash attention begins the documents of a row: at each least position. Waits for the
+    device.
+
+    Args:
+        position_ids: [1, S].
+        documents: places at which they do begin, where that is known.
+    Raises:
+        ValueError: it begins none at the first token, and would leave that out; or others than `documents`.
+    """
+    least = position_ids.min()
+    starts: list[int] = (position_ids[0] == least).nonzero().flatten().tolist()
+    if starts[0] or (documents and starts != [*documents]):
+        raise ValueError(
+            f"flash attention begins a document at each position {int(least)}, the least of its row, and so at the "
+            f"tokens {_some(starts)} of a row whose documents begin at {_some(documents or [0])}: let the positions "
+            "of every document begin with the same number, or use attn_implementation='sdpa'."
+        )
+    return starts
+
+
+def _some(places: Sequence[int]) -> str:
+    return ", ".join(map(str, places[:4])) + (" ..." if len(places) > 4 else "")
+
+
 def separate_documents(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     """Return a batch in which packed documents do not see each other; a batch without any as it is.
 
@@ -123,7 +148,8 @@ def separate_documents(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any
         model: a Transformers model, with or without PEFT around it.
         batch: keyword arguments of its forward, `input_ids` or `inputs_embeds` among them.
     Raises:
-        ValueError: packed documents with `use_cache=True`, or several packed rows with flash attention.
+        ValueError: packed documents with `use_cache=True`; with flash attention several packed rows, or documents that
+            it does not tell apart (`starts_in_flash_attention`).
     """
     tokens = _tokens(batch)
     fields, mask = document_fields(batch), batch.get("attention_mask")
@@ -144,7 +170,9 @@ def separate_documents(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any
     documents = find_document_ids(tokens, **fields)
     assert documents is not None  # there are fields
     separated = {name: value for name, value in batch.items() if name != "attention_mask"}
-    separated["position_ids"] = _restarting(fields.get("position_ids"), documents)
+    separated["position_ids"] = _restarting(fields.get("position_ids"), documents, mask)
+    if "flash" in _attention_of(base):
+        starts_in_flash_attention(separated["position_ids"], starts_of(documents).nonzero()[:, 1].tolist())
     if _accepts(base, "use_cache"):
         separated["use_cache"] = False
     return separated
@@ -216,12 +244,15 @@ def _is_packed(tokens: Tensor, fields: dict[str, Tensor], mask: Tensor | None) -
     return bool((last > first).any())
 
 
-def _restarting(position_ids: Tensor | None, documents: Tensor) -> Tensor:
-    """Return the given positions in rows where they start again with every document, elsewhere others that do."""
+def _restarting(position_ids: Tensor | None, documents: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the given positions in rows where they start again with every document, elsewhere others that do; of
+    padding always others, as what stands there begins a document in flash attention, or none."""
     made = positions_in_document(documents, documents)
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != documents.shape[1]:
         return made
     given = position_ids.to(documents.device).expand_as(documents)
+    if mask is not None:
+        given = torch.where(mask.to(documents.device) == 0, made, given)
     right = (starts_of(document_ids_from_position_ids(given)) == starts_of(documents)).all(dim=1, keepdim=True)
     return torch.where(right, given, made)
 
@@ -232,12 +263,16 @@ def _refuse_mixing_options(model: nn.Module, batch: Mapping[str, Any], *, rows: 
             "a batch with several documents in a row was given with use_cache=True, with which Transformers lets the "
             "documents see each other: omit use_cache."
         )
-    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    attention = _attention_of(model)
     if "flash" in attention and rows > 1:
         raise ValueError(
             f"a batch has {rows} rows with several documents in a row, and {attention} separates the documents of one "
             "row only: use batches of one row, longer ones instead of more, or attn_implementation='sdpa'."
         )
+
+
+def _attention_of(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
 
 
 def _accepts(model: nn.Module, name: str) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_axonn.distributed.collectives import all_gather, all_reduce, all_to_all, exchange_rows, gather_replicated
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import pad_dim
-from hf_axonn.engine.documents import document_ids_from_position_ids, starts_of
+from hf_axonn.engine.documents import starts_in_flash_attention
 from hf_axonn.engine.dtensors import scale_gradient
 
 
@@ -37,7 +37,8 @@ class Rows:
         length: S, positions of a whole row.
         position_ids: [1 or B, S], of whole rows.
         attention_mask: as the model was given it: of whole rows, or None.
-        documents: whether documents are told apart by `position_ids`, as in a pass without a cache.
+        numbered: whether the caller has given `position_ids`.
+        documents: whether masks tell documents apart by them, as in a pass without a cache.
         striped: whether a rank has two stripes of a row, and not one.
         divided: whether the code that runs has this rank's positions; else whole rows, as around the decoder of a
             model that puts images into them.
@@ -48,6 +49,7 @@ class Rows:
     length: int
     position_ids: Tensor
     attention_mask: Tensor | None = None
+    numbered: bool = False
     documents: bool = False
     striped: bool = False
     divided: bool = True
@@ -76,9 +78,9 @@ class Rows:
 
     @cached_property
     def document_starts(self) -> list[int]:
-        """Positions at which the documents of the first row begin. Waits for the device."""
-        documents = document_ids_from_position_ids(self.position_ids[:1])
-        return starts_of(documents)[0].nonzero().flatten().tolist()
+        """Places at which flash attention begins the documents of the first row (`starts_in_flash_attention`). Waits
+        for the device."""
+        return starts_in_flash_attention(self.position_ids[:1])
 
     @property
     def filled(self) -> int:

@@ -126,8 +126,10 @@ class FlashMask:
 
     def between(self, start: int, stop: int, first: int, last: int, *, keep: bool = False) -> Any:
         """Return the padding among the keys; of documents a dict of options: where their queries and keys end."""
+        if self.padding is not None:
+            return _with_queries(self.padding[:, first:last], stop - start)
         if not self.documents:
-            return None if self.padding is None else self.padding[:, first:last]
+            return None
         cuts = [begun for begun in self.documents if start < begun < stop]
         ends: dict[str, list[int]] = {"q": [0], "k": [0]}
         for cut in (*cuts, stop):
@@ -136,6 +138,16 @@ class FlashMask:
         return {f"cu_seq_lens_{name}": torch.tensor(each, dtype=torch.int32) for name, each in ends.items()} | {
             f"max_length_{name}": max(map(int.__sub__, each[1:], each)) for name, each in ends.items()
         }
+
+
+def _with_queries(padding: Tensor, queries: int) -> Tensor:
+    """[B, K] of keys, of which the last are the queries': the same with the last one in rows that have no query there.
+
+    Kernels take no batch without a query, and some none with rows without one (flash-attention#1537). What the padding
+    token in the last place then gets nobody sees.
+    """
+    none = ~padding[:, -queries:].bool().any(dim=1, keepdim=True)
+    return torch.cat([padding[:, :-1], padding[:, -1:].logical_or(none).to(padding)], dim=1)
 
 
 def attend(

@@ -180,8 +180,10 @@ def _mask_of(
         return mask
     implementation = _implementation(module)
     if "flash" in implementation:
-        packed = rows.documents and rows.batch == 1  # flash attention tells documents of one row apart
-        if options.get("cu_seq_lens_q") is not None and not packed:
+        # By positions Transformers' function tells documents of one row apart, with a cache as well.
+        numbered = rows.documents or (rows.numbered and options.get("position_ids") is not None)
+        packed = numbered and mask is None and rows.batch == 1
+        if options.get("cu_seq_lens_q") is not None and not (packed and rows.documents):
             raise ValueError(
                 "cu_seq_lens_q is of whole rows, and context_attention is keys: give documents by position_ids, one "
                 "packed row at a time, without attention_mask and use_cache, or write context_attention: heads."

@@ -112,6 +112,8 @@ def choose_rows(
     how = "exchange heads for positions"
     if keys:
         made = f", of which {len(latents)} make them of latents" if latents else ""
+        if grid.y > 1 and any(_find_latents(model, plan, replace(grid, y=1))):
+            made = ", and not their latents, which are gathered where y is 1"
         how = f"gather keys and values ({undivided or 'as configured'}){made}"
     attentions = sum(1 for block in plan.blocks if block.is_attention) + len(exchanged) - len(gathering)
     parts = [f"{attentions} attentions {how}"] if attentions else []
@@ -317,9 +319,16 @@ def _rows_of(state: ShardedModel, model: nn.Module, given: Mapping[str, Any], st
         positions = positions[0] if len(positions) == 4 else None
     if positions is None:
         positions = number_positions(model, tokens, mask)
-    separates = _separates(model, given)
     return Rows(
-        state.grid_mesh, batch, length, positions, mask, documents=separates, striped=striped, divided=not whole
+        state.grid_mesh,
+        batch,
+        length,
+        positions,
+        mask,
+        numbered=given.get("position_ids") is not None,
+        documents=_separates(model, given),
+        striped=striped,
+        divided=not whole,
     )
 
 

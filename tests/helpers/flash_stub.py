@@ -104,6 +104,9 @@ def flash_attn_varlen_func(
     assert len(cu_seqlens_q) == len(cu_seqlens_k) > 1
     if isinstance(q, FakeTensor):
         return _depends_on_all(q, k, v)
+    assert len(q), "no queries, no grid of a kernel"
+    if max_seqlen_q == 1 and q.shape[1] != k.shape[1]:  # heads become queries there: Dao-AILab/flash-attention#1537
+        assert len(q) == len(cu_seqlens_q) - 1, cu_seqlens_q
     for ends, longest, tensor in ((cu_seqlens_q, max_seqlen_q, q), (cu_seqlens_k, max_seqlen_k, k)):
         assert ends[0] == 0 and ends[-1] == len(tensor) and (ends.diff() >= 0).all(), ends
         assert int(longest) == ends.diff().max(), (longest, ends)

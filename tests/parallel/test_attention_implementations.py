@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from hf_axonn import Grid, parallelize
+from hf_axonn.config import AxonnConfig
 from tests.benchmarks.gpu import packing
 from tests.end_to_end.test_equivalence import packed, without_cache
 from tests.helpers.equality import Case, compare, full, too_large
 from tests.helpers.flash_stub import flash_attention, flash_attn_varlen_func
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
-from tests.parallel.test_context_keys import config_of
+from tests.parallel.test_context_keys import config_of, with_way
 from tests.parallel.test_context_parallel import BOUND, GEMMA, TWO
 
 
@@ -58,20 +59,45 @@ def flash_cases(implementation="flash_attention_2"):
         yield dataclasses.replace(case, make=made, config=config_of), case.truth()
 
 
+def padded(left):
+    """Rows of 2 to 4 tokens among 13, so that no row has a token in some stripes."""
+    batch = tiny_batch(3, 13)
+    place = torch.arange(13).flip(0) if left else torch.arange(13)
+    batch["attention_mask"] = (place < torch.tensor([[2], [4], [3]])).long()
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return batch
+
+
+def flash_cases_over_context():
+    """Cases as above of padding, and of positions that skip numbers, which begin no document in flash attention."""
+    skipping = {name: value[:1] for name, value in packed().items()}
+    skipping["position_ids"] = torch.tensor([[0, 1, 2, 20, 21, 22, 23]])
+    cases = [Case(f"padding, left={left}", functools.partial(tiny_model, "llama"), [padded(left)]) for left in (0, 1)]
+    cases.append(Case("positions that skip", functools.partial(tiny_model, "llama"), [skipping]))
+    for case in cases:
+        truth = case.truth()  # with a cache, beside which sdpa begins none either
+        made = functools.partial(with_flash, "llama", "flash_attention_2")
+        for way in ("heads", "keys"):
+            yield with_way(dataclasses.replace(case, make=made, before=without_cache), way), truth
+
+
 def compare_flash(cases, grids, implementation="flash_attention_2"):
     with flash_attention(implementation):
         return compare(cases, grids)
 
 
 def compare_flex(grids):
-    """Largest difference of logits on each grid; neither compiled nor with a backward pass, which CPUs do not have."""
+    """Largest difference of logits on each grid, and over context in both ways; neither compiled nor with a backward
+    pass, which CPUs do not have."""
     make = functools.partial(tiny_model, "mistral", attention="flex_attention", dtype=torch.float32, sliding_window=5)
     batch, found = tiny_batch(2, 13), {}
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
         truth = make().eval()(**batch).logits
-        for grid in grids:
-            model, _ = parallelize(make().eval(), grid)
-            found[str(grid)] = (full(model(**batch).logits) - truth).abs().max().item() / truth.abs().max().item()
+        ways = [(grid, way) for grid in grids for way in (("heads", "keys") if grid.context > 1 else ("auto",))]
+        for grid, way in ways:
+            model, _ = parallelize(make().eval(), config=AxonnConfig(grid=grid, context_attention=way))
+            difference = (full(model(**batch).logits) - truth).abs().max()
+            found[f"{grid} {way}"] = (difference / truth.abs().max()).item()
     return found
 
 
@@ -93,18 +119,19 @@ def compare_varlen(case, grids):
         return compare([case], grids)
 
 
-def compare_all(cases, varlen, grids):
-    others = [grid for grid in grids if grid.context == 1]
-    return compare_flash(cases, grids), compare_varlen(varlen, others), compare_flex(others)
+def compare_all(cases, varlen, grids, over_context):
+    flash = compare_flash(cases, grids) | compare_flash(over_context, TWO)
+    return flash, compare_varlen(varlen, [grid for grid in grids if grid.context == 1]), compare_flex(grids)
 
 
 def test_flash_varlen_and_flex_attention_equal_one_process():
     """Transformers' own function runs over context and over the other axes, on batches of one row or of two."""
-    cases = list(flash_cases())
-    table, varlen, flex = run_ranks(compare_all, 2, cases, varlen_case(), [*TWO, Grid(x=2), Grid(y=2)])[0]
-    assert len(table) == 3 * len(cases) and not too_large(table, BOUND)
-    assert len(varlen) == len(flex) == 2 and not too_large(varlen, BOUND)
-    assert max(flex.values()) < 1e-6, flex
+    cases, over_context = list(flash_cases()), list(flash_cases_over_context())
+    grids = [*TWO, Grid(x=2), Grid(y=2)]
+    table, varlen, flex = run_ranks(compare_all, 2, cases, varlen_case(), grids, over_context)[0]
+    assert len(table) == 3 * len(cases) + len(over_context) and not too_large(table, BOUND)
+    assert len(varlen) == 2 and not too_large(varlen, BOUND)
+    assert len(flex) == 4 and max(flex.values()) < 1e-6, flex
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from transformers import (
 from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine import documents as documents_of_engine
-from hf_axonn.engine.documents import separate_documents, why_documents_mix
+from hf_axonn.engine.documents import separate_documents, starts_in_flash_attention, why_documents_mix
 from hf_axonn.parallel.documents import count_mask_bytes, install_documents
 from tests.helpers.equality import exact
 from tests.helpers.float64 import relative_errors
@@ -183,7 +183,29 @@ def test_options_that_would_mix_documents_are_refused():
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ValueError, match="2 rows .* flash_attention_2"):
         separate_documents(model, batch)
-    assert separate_documents(model, {name: value[:1] for name, value in batch.items()})["use_cache"] is False
+    row = {name: value[:1] for name, value in batch.items()}
+    assert separate_documents(model, row)["use_cache"] is False
+    for positions, tokens in (([7, 8, 9, 0, 1, 2], "3"), ([0, 1, 2, 1, 2, 3], "0"), ([1, 2, 0, 1, 0, 1], "2, 4")):
+        message = f"each position 0, the least of its row, and so at the tokens {tokens} of a row whose documents"
+        with pytest.raises(ValueError, match=message):
+            separate_documents(model, row | {"position_ids": torch.tensor([positions])})
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "expected"),
+    [
+        ([0, 1, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 1, 0, 1, 0, 0]),
+        ([1, 1, 0, 1, 0, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 0, 1]),
+    ],
+)
+def test_positions_of_padding_begin_documents_in_flash_attention(positions, mask, expected):
+    """Transformers begins documents where positions are the least: the first token, too, has to be one."""
+    model = tiny_model("llama")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    fields = {"position_ids": torch.tensor([positions]), "attention_mask": torch.tensor([mask])}
+    found = separate_documents(model, fields | {"input_ids": torch.ones(1, 6, dtype=torch.long)})
+    assert found["position_ids"].tolist() == [expected]
+    assert starts_in_flash_attention(found["position_ids"]) == [at for at, place in enumerate(expected) if not place]
 
 
 @pytest.mark.parametrize(
