@@ -84,6 +84,29 @@ def test_kinds_of_attention_beside_each_other_axis():
     assert not errors([with_way(case) for case in FAMILIES], FOUR)
 
 
+def of_three_steps(case):
+    """The same model for three steps of three batches: padded on the right, on the left, and of packed documents."""
+    left, documents = tiny_batch(4, 7), tiny_batch(4, 11)
+    left["attention_mask"] = (torch.arange(7) >= torch.arange(4)[:, None] % 3).long()
+    left["labels"].masked_fill_(left["attention_mask"] == 0, -100)
+    del documents["attention_mask"]
+    documents["position_ids"] = torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5]).repeat(4, 1)
+
+    def before(model):
+        case.before(model)
+        without_cache(model)
+
+    return dataclasses.replace(case, batches=[*case.batches, left, documents], steps=3, before=before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["heads", "keys"])
+@pytest.mark.parametrize("grid", [*TWO, *FOUR, Grid(data=2, z=2, context=2)], ids=str)
+def test_three_steps_of_every_kind(grid, way):
+    cases = map(of_three_steps, [of_model("llama"), *FAMILIES])
+    assert not errors([with_way(case, way) for case in cases], [grid])
+
+
 def windowed(length):
     """Cases whose windows reach into the stripe before: by sdpa, of packed rows, and by eager attention."""
     batch, documents = tiny_batch(4, length), tiny_batch(4, length)
