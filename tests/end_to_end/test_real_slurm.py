@@ -108,10 +108,11 @@ def test_slurm_takes_what_a_script_asks_for(cluster, tmp_path, site):
 
 
 def test_a_run_that_is_requeued_and_signalled_goes_on(cluster, tmp_path, tokenizer):  # noqa: F811
-    """Two nodes, a rank on each, one command: requeued by a user, by a node that is lost, and by its own script, when
-    it has saved before its time limit.
+    """One command on two nodes, or on one of them, a copy of the model on each: requeued by a user, by a node that is
+    lost, and by its own script, when it has saved before its time limit.
 
-    Each time it goes on from its newest checkpoint, to the losses of one process that nobody interrupts.
+    Each time it goes on from its newest checkpoint, on the nodes that there are, to the losses of one process that
+    nobody interrupts.
     """
     tiny_llama().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -120,19 +121,18 @@ def test_a_run_that_is_requeued_and_signalled_goes_on(cluster, tmp_path, tokeniz
     finetune.main([*words, "--output_dir", str(tmp_path / "alone"), "--save_strategy", "no"])
     venv, out = environment(tmp_path), tmp_path / "out"
     (tmp_path / "holding.py").write_text(HOLDING)
-    (tmp_path / "axonn.yaml").write_text("use_cpu: true\n" + YAML.format(processes=2, z=1, x=2))
+    grid = "use_cpu: true\n" + YAML.format(processes=2, z=1, x=1).replace("{z", "{data: auto, z")
+    (tmp_path / "axonn.yaml").write_text(grid)
     exported = {"VENV": venv, "GPUS_PER_NODE": 1, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
     exported["HF_DATASETS_CACHE"] = tmp_path / "cache"
-    options = ["--parsable", "--requeue", "--nodes=2", f"--output={tmp_path}/log", "--time=60"]
+    options = ["--parsable", "--requeue", "--nodes=1-2", f"--output={tmp_path}/log", "--time=60"]
     rest = [FOLDER / "cluster.sh", tmp_path / "axonn.yaml", tmp_path / "holding.py", *words]
-    rest += ["--resume_from_checkpoint", "last"]
+    rest += ["--per_device_train_batch_size", "1", "--resume_from_checkpoint", "last"]
+    node, other = cluster.nodes
 
-    def submit() -> str:
-        return cluster("sbatch", *options, f"--chdir={ROOT}", *rest, **exported).strip()
-
-    def at(step: int) -> None:
-        """Waits until both ranks stand behind a step, whose checkpoint is there."""
-        files = [out / f"rank{rank}-holds{step}" for rank in range(2)]
+    def at(step: int, ranks: int = 2) -> None:
+        """Wait until all ranks stand behind a step, whose checkpoint is there."""
+        files = [out / f"rank{rank}-holds{step}" for rank in range(ranks)]
 
         def found() -> bool:
             state = cluster.job(job)["JobState"]
@@ -140,7 +140,7 @@ def test_a_run_that_is_requeued_and_signalled_goes_on(cluster, tmp_path, tokeniz
             return all(file.exists() for file in files)
 
         wait_for(found, f"step {step}")
-        assert (out / f"checkpoint-{step}").is_dir()
+        assert (out / f"checkpoint-{step}").is_dir() and cluster.job(job)["NumNodes"] == str(ranks)
 
     def log() -> str:
         return (tmp_path / "log").read_text()
@@ -149,31 +149,39 @@ def test_a_run_that_is_requeued_and_signalled_goes_on(cluster, tmp_path, tokeniz
         known = cluster.job(job)
         return known["JobState"] == "PENDING" and known["Restarts"] == str(restarts)
 
-    def begin() -> None:
-        """Has the job begin soon; Slurm waits for two minutes."""
+    def begin(*nodes: str) -> None:
+        """Have the job begin soon, where Slurm waits for two minutes, when it can have all of these nodes."""
+        cluster.wait_until_idle(*nodes)
         cluster("scontrol", "update", f"JobId={job}", SOON)
 
-    job = submit()
+    cluster.wait_until_idle(node, other)
+    job = cluster("sbatch", *options, f"--chdir={ROOT}", *rest, **exported).strip()
     at(2)
     assert "has no checkpoint: training starts at step 0" in log()
     cluster("scontrol", "requeue", job)
     wait_for(lambda: requeued(1), "the job to be requeued")
-    begin()
+    begin(node, other)
     at(4)
-    cluster.kill_node(cluster.nodes[1])
+    assert "are accumulated" not in log()
+    cluster.kill_node(other)
     wait_for(lambda: requeued(2), "the job to be requeued again")
-    cluster.start_node(cluster.nodes[1])
-    begin()
-    at(6)
+    begin(node)
+    at(6, ranks=1)
+    assert log().count("2 batches are accumulated in place of 1") == 1, log()
+    cluster.start_node(other)
     (out / "release").touch()
     minutes = int(cluster.job(job)["RunTime"].split(":")[-2]) + 4
     cluster("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
     wait_for(lambda: requeued(3), "the job to requeue itself")
     assert "step 7 is saved, exit code 75" in log() and (out / "checkpoint-7").is_dir(), log()
-    begin()
+    begin(node, other)
     cluster.wait_for_state(job, "COMPLETED")
+    one, two = (f"data: auto is {number} on {number} process(es)" for number in (1, 2))
+    before, after = log().split(one)
+    assert two in before and two in after, log()
     # What the starts before printed is still there.
     assert log().count("has no checkpoint: training starts at step 0") == 1, log()
+    assert log().count("are accumulated") == 1, log()
     histories = [
         json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (tmp_path / "alone", out)
     ]

@@ -1,7 +1,8 @@
 """A real Slurm on this machine: its controller, and a slurmd for each of its nodes, all in a folder of their own.
 
 It needs root and the packages of `INSTALL`, and leaves the machine's own Slurm, if there is one, alone. Nodes have
-more cores and GPUs than the machine, so that the scripts of every site fit; nothing confines a job (no cgroups).
+more cores and GPUs than the machine, so that the scripts of every site fit; nothing confines a job (no cgroups). The
+queue is looked at every two seconds, not every half minute, and who is to end is killed after five, not thirty.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=2,batch_sched_delay=0,bf_interval=2
+KillWait=5
 GresTypes=gpu
 MinJobAge=86400
 ReturnToService=2
@@ -103,15 +106,23 @@ class Slurm:
             self.start_node(name)
 
     def start_node(self, name: str) -> None:
-        """Starts the slurmd of a node, and waits until the node is idle: ranks that were left there are killed."""
+        """Start the slurmd of a node, and wait until the node is idle."""
         (self.folder / f"spool-{name}").mkdir(exist_ok=True)
         self._begin(name, "slurmd", "-D", "-N", name)
-        wait_for(lambda: self._state(name) == "idle" and not self._ranks_on(name), f"node {name}")
+        self.wait_until_idle(name)
 
     def kill_node(self, name: str) -> None:
-        """Kills the slurmd of a node, and has the controller notice it now, not in minutes. Its ranks stay."""
+        """Kill the slurmd of a node, have the controller notice it now, not in minutes, and kill what ran there."""
         self._daemons.pop(name).kill()
         self("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=killed")
+        for process in self._ranks_on(name):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def wait_until_idle(self, *names: str) -> None:
+        """Wait until these nodes are free and nothing of a job is left on them."""
+        for name in names:
+            wait_for(lambda name=name: self._state(name) == "idle" and not self._ranks_on(name), f"node {name}")
 
     def stop(self) -> None:
         """Kills every daemon, and what jobs have started."""

@@ -14,7 +14,6 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=288
 # Ours: one task a node, which has all GPUs and cores.
-#SBATCH --ntasks-per-node=1
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
 # Time to save in; a run that cannot be restarted goes on until the limit.
@@ -44,7 +43,8 @@ export HEAD_ADDRESS
 
 code=0
 # shellcheck disable=SC2016  # for the shell on each node, where the environment is
-srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 ${CONTAINER:+--environment="$CONTAINER"} \
+srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
+    ${CONTAINER:+--environment="$CONTAINER"} \
     bash -c 'source "$VENV/bin/activate" && exec bash "$0" "$@"' \
     "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@" || code=$?
 # Exit code 75: a signal has come before the time limit, and the ranks have saved (docs/clusters.md).

@@ -8,7 +8,6 @@
 #SBATCH --job-name=hf-axonn
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
-#SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
@@ -23,7 +22,7 @@ if [[ -n ${NETWORK:-} ]]; then
 fi
 
 code=0
-srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
+srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
     bash "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@" || code=$?
 # Exit code 75: a signal has come before the time limit, and the ranks have saved (docs/clusters.md).
 if [[ $code == 75 ]]; then

@@ -18,7 +18,6 @@
 #SBATCH --network=disable_rdzv_get
 # Ours: one task a node, which has all devices and cores. OLCF starts a task for each device in place of a launcher,
 # which Slurm binds to one core; --cpu-bind=none below lets it have all.
-#SBATCH --ntasks-per-node=1
 #SBATCH --gpu-bind=none
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
@@ -40,7 +39,7 @@ HEAD_ADDRESS=$(hostname -i | cut -d ' ' -f 1)
 export HEAD_ADDRESS
 
 code=0
-srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
+srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
     bash "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@" || code=$?
 # Exit code 75: a signal has come before the time limit, and the ranks have saved (docs/clusters.md).
 if [[ $code == 75 ]]; then

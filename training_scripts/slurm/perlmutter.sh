@@ -16,7 +16,6 @@
 # Not confirmed by NERSC's pages, but in many public job scripts: the constraint, and the one for 80 GB.
 #SBATCH --constraint=gpu
 # Ours: one task a node, which has all GPUs and cores.
-#SBATCH --ntasks-per-node=1
 #SBATCH --gpu-bind=none
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
@@ -42,7 +41,7 @@ export NCCL_CROSS_NIC=1
 export FI_CXI_DISABLE_HOST_REGISTER=1
 
 code=0
-srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
+srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
     bash "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@" || code=$?
 # Exit code 75: a signal has come before the time limit, and the ranks have saved (docs/clusters.md).
 if [[ $code == 75 ]]; then
