@@ -219,7 +219,7 @@ class Save:
         os.replace(path.with_suffix(".partial"), path)
 
     def _join_reports(self) -> None:
-        """Write, on the first of each JOINED ranks but rank 0, the reports of all of them in one file."""
+        """Check and join, on the first of each JOINED ranks but rank 0, the reports of all of them in one file."""
         if self.rank % JOINED or self.rank == 0:
             return
         with self.writing():
@@ -233,7 +233,25 @@ class Save:
         return range(self.rank, min(self.rank + JOINED, self.grid.size))
 
     def _read_reports(self, ranks: Iterable[int]) -> list[dict[str, Any]]:
-        return [json.loads(self._part(rank).read_text()) for rank in ranks]
+        """Return the reports of these ranks, whose files are there as they say.
+
+        Raises:
+            OSError: a rank has failed, or this one does not see what it wrote.
+        """
+        parts = [json.loads(self._part(rank).read_text()) for rank in ranks]
+        for rank, part in zip(ranks, parts, strict=True):
+            if part["save"] != self.save_id or part["problem"]:
+                raise OSError(f"rank {rank}: {part['problem'] or 'its part is of another save'}")
+            for name, (size, _) in part["files"].items():
+                found = None
+                with contextlib.suppress(FileNotFoundError):
+                    found = (self.stage / name).stat().st_size
+                if found != size:
+                    raise OSError(
+                        f"rank {self.rank} does not see {name} as rank {rank} wrote it ({size} bytes, here {found}): "
+                        "all ranks must save to a file system that they share"
+                    )
+        return parts
 
     def _write_files(self) -> dict[str, FileRecord]:
         files = {}
@@ -266,7 +284,7 @@ class Save:
                 files, others = self._files_of_parts()
                 shutil.rmtree(self.stage / PARTS)
                 for path in sorted(self.stage.rglob("*")):
-                    if path.is_file() and self._name(path) not in files:
+                    if self._name(path) not in files and path.is_file():
                         files[self._name(path)] = _settle(path)
                 model, optimizer = self._states.get("", {}), self._states.get("optimizer", {})
                 manifest = Manifest(self.save_id, self.grid, files, self.tied, model, optimizer)
@@ -325,18 +343,9 @@ class Save:
         for first in range(JOINED, self.grid.size, JOINED):
             parts += json.loads(self._part(first, ".joined").read_text())
         for rank, part in enumerate(parts):
-            if part["save"] != self.save_id or part["problem"]:
-                raise OSError(f"rank {rank}: {part['problem'] or 'its part is of another save'}")
             if part["states"] != states:
                 others.append(rank)
-            for name, record in part["files"].items():
-                found = (self.stage / name).stat().st_size if (self.stage / name).is_file() else None
-                if found != record[0]:
-                    raise OSError(
-                        f"rank 0 does not see {name} as rank {rank} wrote it ({record[0]} bytes, here {found}): all "
-                        "ranks must save to a file system that they share"
-                    )
-                files[name] = tuple(record)
+            files.update({name: tuple(record) for name, record in part["files"].items()})
         return files, others
 
 

@@ -259,17 +259,26 @@ def start_exchange_rows(rows: Tensor, send: list[int], receive: list[int], group
 
 def start_all_reduce(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Pending:
     """Begin to reduce `value` over `group` in place. `op` is sum, max or mean. One all-reduce."""
-    if group.size() == 1:
-        return Pending(value)
-    if _observers:
+    if _observers and group.size() > 1:
         _report("all_reduce", value.nbytes, group)
-    work = dist.all_reduce(value, op=_REDUCE_OPS[op], group=group, async_op=True)
-    return Pending(value, _Work(work, "all_reduce", group))
+    return _start_all_reduce(value, group, op)
 
 
 def reduce_(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Tensor:
     """Reduce `value` over `group` in place and return it. `op` is sum, max or mean. One all-reduce."""
     return start_all_reduce(value, group, op=op).wait()
+
+
+def reduce_quietly(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Tensor:
+    """Reduce as `reduce_`, for checks, which are no part of a step: observers do not count it. One all-reduce."""
+    return _start_all_reduce(value, group, op).wait()
+
+
+def _start_all_reduce(value: Tensor, group: ProcessGroup, op: str) -> Pending:
+    if group.size() == 1:
+        return Pending(value)
+    work = dist.all_reduce(value, op=_REDUCE_OPS[op], group=group, async_op=True)
+    return Pending(value, _Work(work, "all_reduce", group))
 
 
 def broadcast_over(value: Tensor, source: int, group: ProcessGroup) -> Tensor:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hf_axonn.distributed.collectives import barrier, gather_quietly
+from hf_axonn.distributed.collectives import barrier, gather_quietly, reduce_quietly
 from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
 
 
@@ -78,9 +78,13 @@ def first_problem(problem: str, device: torch.device) -> str:
 
     For all ranks of the world, some of which may have worked long before they came here.
 
-    Collectives: `barrier`, `gather_texts`.
+    Collectives: `barrier`, an all-reduce over the world of one number; where a rank has a problem, `gather_texts`.
     """
     barrier()
+    if dist.is_initialized():
+        failed = torch.tensor([bool(problem)], dtype=torch.int32, device=device)
+        if not reduce_quietly(failed, dist.group.WORLD, op="max").item():
+            return ""
     problems = gather_texts(problem, device)
     named = [f"rank {rank}: {text}" if len(problems) > 1 else text for rank, text in enumerate(problems) if text]
     more = f" ({len(named) - 1} more ranks failed)" if len(named) > 1 else ""

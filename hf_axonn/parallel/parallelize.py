@@ -25,11 +25,11 @@ from hf_axonn.architectures.feature_layout import LayoutChoice, choose_layout
 from hf_axonn.architectures.plan import ShardingPlan, plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
-from hf_axonn.compat.async_save import refuse_saves_by_threads_on_default_group
 from hf_axonn.compat.dtensor_numbers import meet_plain_tensors, total_norm_by
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.peft import without_peft, wrapped_modules
 from hf_axonn.compat.torch import backend_of, default_device_type, quiet_redistribution, read_whole_values
+from hf_axonn.compat.torch_checkpoint import refuse_saves_by_threads_on_default_group, refuse_whole_states
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import broadcast_all, world_rank
@@ -41,7 +41,7 @@ from hf_axonn.engine.loss_scaling import check_gradients_together
 from hf_axonn.engine.optimizer_steps import step_on_shards
 from hf_axonn.engine.parameter_counts import get_memory_footprint, num_parameters
 from hf_axonn.engine.report import Report
-from hf_axonn.engine.state import is_parallelized
+from hf_axonn.engine.state import is_parallelized, parallel_state
 from hf_axonn.losses.router_aux import check_routers
 from hf_axonn.parallel.adapters.checks import check_adapters, check_plan
 from hf_axonn.parallel.adapters.install import install_adapters, without_wrappers
@@ -244,6 +244,7 @@ def _shard(model: nn.Module, decided: _Decisions, state: ShardedModel) -> None:
         pipeline = Pipeline(state, stages, model)
         state.set_pipeline(pipeline)
         install_pipeline(model, pipeline)
+        refuse_whole_states(_has_stages)
     install_images(state, model)
     install_batch_check(state.check_batch, state.context)
 
@@ -298,6 +299,11 @@ def _check_pipe(model: nn.Module, grid: Grid) -> None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "output_router_logits", False):
         check_routers(without_peft(model), grid)
+
+
+def _has_stages(model: nn.Module) -> bool:
+    state = parallel_state(model)
+    return state is not None and state.grid.pipe > 1
 
 
 def _refuse_resize(

@@ -152,6 +152,14 @@ def pass_whole_states(names: list[str]) -> list[str]:
         found = whole(states(*target))
         assert found.keys() == truth.keys()
         wrong += [f"{name} to {other}: {key}" for key, value in found.items() if not torch.equal(value, truth[key])]
+    model, optimizer = made("pipe2", seed=5)
+    for call in (
+        lambda: get_state_dict(model, optimizer, options=get),
+        lambda: set_model_state_dict(model, {}, options=give),
+        lambda: set_optimizer_state_dict(model, optimizer, {}, options=give),
+    ):
+        with pytest.raises(ValueError, match="full_state_dict is not possible over pipe"):
+            call()
     return wrong
 
 

@@ -3,8 +3,9 @@
     python -m tests.benchmarks.checkpoint.checkpoint_messages                  2,816 ranks and a fourth of them
 
 This process is rank 0 of the world. The files and reports of the other ranks are written beside it, from the same
-weights, where rank 0 would wait for them; a load of the checkpoint is counted as rank 0 and as the last rank. Counted
-are the collectives with the bytes that a rank sends to and gets from each, and the files that it opens and asks for.
+weights, where rank 0 would wait for them; a load of the checkpoint is counted as rank 0 and as the last rank. Tensors
+are small, but as many ranks write them as write large ones. Counted are the collectives with the bytes that a rank
+gives to and gets from each, the files that it opens and those that it asks for (`stat`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from unittest import mock
 import torch
 
 from hf_axonn import Grid, load_sharded, parallelize, save_sharded
+from hf_axonn.checkpoint import partition, sharded
 from hf_axonn.checkpoint import save as saving
-from hf_axonn.checkpoint import sharded
+from hf_axonn.checkpoint.manifest import SHARDS
 from hf_axonn.checkpoint.partition import SavedTensor, Writers
 from hf_axonn.checkpoint.shard_files import byte_sizes, describe, file_name, shards_of, write_shards
 from hf_axonn.compat.torch import fake_world
@@ -34,7 +36,8 @@ from hf_axonn.distributed.collectives import observe
 from tests.helpers.models import tiny_model
 
 
-COLUMNS = ("collectives", "bytes sent", "bytes received", "files opened", "files asked for")
+WRITTEN = "shards of all ranks"
+COLUMNS = ("collectives", "bytes sent", "bytes received", "files opened", "files asked for", WRITTEN)
 
 
 class Counts:
@@ -56,11 +59,11 @@ class Counts:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        gather, stat, opened = consistency.gather_quietly, os.stat, io.open
+        stat, opened = os.stat, io.open
 
-        def gathering(block, group):
-            self.add(collectives=1, bytes_sent=block.nbytes, bytes_received=block.nbytes * group.size())
-            return torch.zeros_like(gather(block, group))  # no other rank has a problem
+        def reducing(value, group, *, op):
+            self.add(collectives=1, bytes_sent=value.nbytes, bytes_received=value.nbytes)
+            return value  # no other rank has a problem
 
         def asking(*args, **kwargs):
             self.add(files_asked_for=1)
@@ -71,7 +74,7 @@ class Counts:
             return opened(*args, **kwargs)
 
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(consistency, "gather_quietly", gathering))
+            stack.enter_context(mock.patch.object(consistency, "reduce_quietly", reducing))
             stack.enter_context(mock.patch.object(consistency, "barrier", lambda: self.add(collectives=1)))
             stack.enter_context(mock.patch("os.stat", asking))
             stack.enter_context(mock.patch("builtins.open", opening))
@@ -102,7 +105,7 @@ def count(grid: Grid, folder: Path) -> dict[str, Counter[str]]:
     model = tiny_model("llama", dtype=torch.float32, hidden_size=64, intermediate_size=128, num_attention_heads=8)
     whole = {name: value.detach().clone() for name, value in model.state_dict().items()}
     found = {}
-    with fake_world(grid.size):
+    with fake_world(grid.size), mock.patch.object(partition, "SMALL_BYTES", 0):
         parallelize(model, grid)
         saved = {name: describe(tensor) for name, tensor in sharded.model_tensors(model)[0].items()}
         counts, arrived = Counts(), saving.Save._parts_arrived
@@ -120,6 +123,8 @@ def count(grid: Grid, folder: Path) -> dict[str, Counter[str]]:
             with counts.counting(), mock.patch.object(sharded, "world_rank", return_value=rank):
                 load_sharded(model, folder)
             found[f"load, rank {rank:,}"] = counts.found
+    for each in found.values():
+        each[WRITTEN] = len(list(folder.glob(SHARDS)))
     return found
 
 
