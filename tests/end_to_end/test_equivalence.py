@@ -217,13 +217,13 @@ SITUATIONS = [
         before=functools.partial(checkpointed, reentrant=True),
         loss_of=two_shapes_loss,
     ),
-    Case("inputs_embeds", short(), loss_of=embeds_loss, steps=3),
+    Case("inputs_embeds", short(), loss_of=embeds_loss, steps=2),
     Case("loss of one's own", short(), loss_of=logits_loss),
     Case("loss of one's own, logits_to_keep", short(), loss_of=functools.partial(logits_loss, logits_to_keep=3)),
     Case("loss on hidden states", llama(), loss_of=hidden_states_loss),
     Case("loss on hidden states of one token", llama(), [tiny_batch(2, 1)], loss_of=hidden_states_only_loss),
     Case("loss on attention weights", short(attention="eager"), loss_of=attention_loss),
-    Case("loss on the base model", short(), loss_of=base_model_loss, steps=3),
+    Case("loss on the base model", short(), loss_of=base_model_loss, steps=2),
     Case("loss in a tuple", short(), loss_of=tuple_loss),
     Case("loss in eval mode", short(), loss_of=eval_loss),
     Case("frozen start", llama(), before=frozen_start, steps=2),
@@ -249,6 +249,9 @@ MORE = {
     "loss on hidden states of one token",
     "frozen head",
     "untied smollm2",
+    "checkpointing",  # Trainer has it on a grid
+    "tokens not divisible",  # one token a row is not, either
+    "loss in a tuple",
 }
 
 
@@ -283,8 +286,8 @@ ROUNDED = {  # dtype of the weights, the narrowest one that is computed in, and 
 
 @pytest.mark.parametrize(
     "grids",
-    [[Grid(y=2, x=2), Grid(data=2, z=2)], pytest.param([Grid(z=2, x=2)], marks=pytest.mark.slow)],
-    ids=["every axis", "z and x"],
+    [[Grid(y=2, x=2)], pytest.param([Grid(data=2, z=2), Grid(z=2, x=2)], marks=pytest.mark.slow)],
+    ids=["y and x", "the other axes"],
 )
 def test_rounding_is_as_on_one_process(grids):
     """A grid adds in another order. Its distance from the float64 truth is that of one process, up to a small factor.

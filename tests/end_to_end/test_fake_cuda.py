@@ -19,12 +19,10 @@ QUICK = ["llama", "llama-reentrant", "llama-lora", "mixtral-zero_bubble", "llama
 # fp16 is by Accelerate, goldfish by a Trainer, default_device with dropout.
 QUICK += [
     "llama-offload",
-    "llama-muon",
     "llama-fp16",
     "gpt2-default_device",
     "llama-goldfish",
     "llama-evaluate",
-    "qwen3_moe-sample",
 ]
 SLOW = ["mixtral", "gpt2", "starcoder2", "gemma2", "olmo2", "phi3", "mamba", "qwen3_moe", "deepseek_v3"]
 # Of checkpoints the reentrant ones are those that the host reads for, so one of them is quick.
@@ -61,6 +59,8 @@ SLOW += [
     "llama-generate",
     "qwen3_moe-generate",
     "mamba-generate",
+    "qwen3_moe-sample",
+    "llama-muon",
 ]
 FAULTS = ["llama-host_read", "llama-two_devices", "-one_of_each", "-nothing_read", "-refused_by_nccl"]
 ALSO = ["llama-products", "llama-streams", "-large_by_gloo"]

@@ -276,7 +276,6 @@ QUICK = [
     (Grid(z=2, x=2), "plain", "nccl", "none", True),
     (Grid(data=2, z=2), "frozen weights", "gloo", "all", False),
     (Grid(y=2, x=2), "MoE, gathered", "gloo", "none", False),
-    (Grid(z=2, x=2), "deepseek_v3, recomputed", "nccl", "none", False),
     (Grid(data=2, y=2), "Trainer, bf16", "gloo", "none", True),
     (Grid(pipe=2, z=2), "zero bubble", "nccl", "none", False),
     (Grid(z=2, x=2, context=2), "plain", "nccl", "none", False),

@@ -361,7 +361,14 @@ KINDS = {
     "granitemoeshared": MIXTURES["granitemoeshared"],
     "aria_text": dict(moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, intermediate_size=20),
     "gemma4_text": dict(
-        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=20, intermediate_size=40
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=20,
+        intermediate_size=40,
+        # By default the embeddings of every layer are 262144 rows of 256 features, half a GiB.
+        vocab_size_per_layer_input=131,
+        hidden_size_per_layer_input=4,
     ),
 }
 SHARED_IN = {

@@ -143,7 +143,7 @@ def test_two_steps():
         Planned([two_steps("mixtral"), two_steps("deepseek_v3", before=biased)], first),
         Planned([two_steps("gpt_oss"), two_steps("llama4_text", num_hidden_layers=1)], second),
         Planned([two_steps("gpt_oss", num_hidden_layers=1)], first, by_blocks=False),
-        Planned([two_steps("llama4_text")], second, by_blocks=False),
+        Planned([two_steps("llama4_text", num_hidden_layers=1)], second, by_blocks=False),
     )
 
 

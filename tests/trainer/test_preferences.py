@@ -71,13 +71,7 @@ CASES = {
 # Cases that the quick tests below run on grids.
 QUICK = {
     Grid(x=2): ("a reference model", "GRPO, adapters, twice", "RLOO, adapters, a server"),
-    Grid(z=2): (
-        "experts with auxiliary loss",
-        "rewards",
-        "GRPO",
-        "RLOO, adapters, a model's rewards",
-        "GRPO, a server",
-    ),
+    Grid(z=2): ("experts with auxiliary loss", "rewards", "GRPO"),
     Grid(data=2): ("precomputed", "KTO"),
     Grid(z=2, context=2): ("a reference model",),
 }

@@ -92,8 +92,13 @@ def test_adapters_of_rows_that_are_cut(every):
             assert not too_large(table, 1e-10)
 
 
-# Two of the others together, or another kind of one of them; they run on all grids with the slow test.
+# Two of the others together, another kind of one of them, or quick over context; they run on all grids with the slow
+# test.
 MORE = {
+    "dropout",
+    "norms saved whole",
+    "reentrant checkpointing",
+    "a tied head saved whole",
     "biases and DoRA",
     "projections saved whole",
     "six heads, DoRA",
@@ -105,7 +110,7 @@ MORE = {
     "the head too, no block plan",
     "embedding and head, tied",
     "a projection saved whole",
-    "checkpointing",  # the reentrant one is quick
+    "checkpointing",  # the reentrant one is quick, over context
     "no block plan, DoRA",
     "no block plan, saved whole",
 }
