@@ -170,8 +170,11 @@ def test_every_table_of_the_comparison_is_on_the_page(everything, page):
     titles = [one.title for one in tables.all_details(comparison)]
     assert len(titles) >= 9 and set(titles) <= set(captions)
     assert page.count("<table>") == len(captions) == len(set(captions)) == len(titles) + 6 and all(captions)
-    assert page.count("<th") == page.count('<th scope="col">') + page.count('<th scope="row">') + page.count("<thead")
+    assert page.count("<th") == page.count('<th scope="col">') + page.count('<th scope="row"') + page.count("<thead")
     assert '<tr><th scope="row">0x</th>' in page and '<th scope="row">loss</th>' in page
+    # Sentences in a cell break, so that the columns after them are on the page.
+    assert '<td class="wraps">the distribution at every token' not in page
+    assert '<th scope="row" class="wraps">the log-probability of a guessed text' in page
 
 
 def test_tables_that_only_say_p_is_1_are_folded(everything, page):
