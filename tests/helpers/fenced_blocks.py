@@ -38,6 +38,7 @@ LEAVES = {
     "docs/how_to/long_rows.md": ["certificate/certificate.json", "long/axonn_checkpoint.json"],
     "docs/how_to/vision.md": ["exported/model.safetensors", "vision/axonn_checkpoint.json"],
     "docs/how_to/own_loss.md": ["own/training_record.json", "own/model.safetensors"],
+    "docs/how_to/torch_checkpoints.md": ["state/.metadata", "later/.metadata"],
     "docs/how_to/resume.md": ["out/checkpoint-6/trainer_state.json"],
 }
 # The beginnings of blocks that are not run, and why. This list may only become shorter.
