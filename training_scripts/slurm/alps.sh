@@ -13,7 +13,6 @@
 # A node has four GH200, each with 72 cores: https://docs.cscs.ch/running/slurm
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=288
-# Ours: one task a node, which has all GPUs and cores.
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
 # Time to save in; a run that cannot be restarted goes on until the limit.
