@@ -1,6 +1,7 @@
 """torch.distributed.checkpoint on models over a grid: any grid, one process and FSDP2 read what the others wrote.
 
-By torch's own functions alone, as docs/how_to/torch_checkpoints.md has them: weights and AdamW's moments are equal to the bit.
+By torch's own functions alone, as docs/how_to/torch_checkpoints.md has them: weights and AdamW's moments are equal
+to the bit.
 """
 
 from __future__ import annotations
