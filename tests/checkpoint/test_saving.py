@@ -165,7 +165,7 @@ def survives(folder: Path, name: str) -> float:
     return value
 
 
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [14, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_over_weights_of_another_kind(tmp_path, every):
     """A save to a directory with model.safetensors: at any moment one of the two is there, and after it one alone."""
     plain = tmp_path / "plain"
@@ -189,9 +189,10 @@ def test_killed_over_weights_of_another_kind(tmp_path, every):
     check_complete(tmp_path / "count" / "checkpoint-1")
 
 
-def test_killed_at_random_times(old, tmp_path):
+@pytest.mark.parametrize("times", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_killed_at_random_times(old, tmp_path, times):
     chance = random.Random(5)
-    for index in range(6):
+    for index in range(times):
         name, folder = chance.choice(["checkpoint-1", "checkpoint-2"]), tmp_path / str(index)
         shutil.copytree(old, folder)
         where = (folder / name, chance.random() < 0.5, chance.randrange(2), -1, chance.uniform(0, 0.04))
@@ -246,8 +247,15 @@ def failing(directory: Path, background: bool) -> str:
     return str(failure.value)
 
 
-@pytest.mark.parametrize("name", ["checkpoint-1", "checkpoint-2"])
-@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize(
+    ("name", "background"),
+    [
+        ("checkpoint-1", False),
+        ("checkpoint-2", True),
+        pytest.param("checkpoint-2", False, marks=pytest.mark.slow),
+        pytest.param("checkpoint-1", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_old_one_stands(old, tmp_path, name, background):
     shutil.copytree(old, tmp_path / "run")
     first, second = run_ranks(failing, 2, tmp_path / "run" / name, background)
