@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hf_axonn.compat.transformers import from_config_of
+from hf_axonn.compat.transformers import from_config_of, refuse_own_code
 
 
 VOCABULARY, WIDTH, WINDOW, EXPERTS, TOP_K = 160, 96, 5, 8, 2
@@ -80,10 +80,7 @@ def config_of(model: str) -> PreTrainedConfig:
         try:
             config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as problem:
-            if "trust_remote_code" in str(problem):
-                raise ValueError(
-                    f"{model} comes with code of its own: read it, and give --trust-remote-code, which runs it."
-                ) from None
+            refuse_own_code(model, problem)
             raise ValueError(
                 f"{model} is no model: give a directory with a config.json, such a file, a model type of "
                 f"Transformers as llama, or a name on the Hub ({str(problem).partition(chr(10))[0]})."

@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hf_axonn.compat.transformers import refuse_own_code, register_code
 from hf_axonn.compat.versions import NEEDED, OPTIONAL, bounds, check_versions, outside, requirements
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import read_launch_file, write_temporary
@@ -62,6 +63,7 @@ def add_doctor(commands) -> None:
     )
     parser.add_argument("--config", required=True, help="the launch file, with a section axonn_config")
     parser.add_argument("--model", help="a model's directory, its config.json, or its name on the hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with --model")
     parser.add_argument("--batch", type=int, help="rows of a micro-batch, per_device_train_batch_size")
     parser.add_argument("--seq", type=int, help=f"tokens of a row; by default {SEQUENCE}, or what the model allows")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
@@ -89,6 +91,8 @@ def run_doctor(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value}: give a number above 0.")
+    if options.trust_remote_code:
+        register_code(options.model)
     findings = Findings()
     examine_versions(findings)
     launch = examine_launch(options.config, findings)
@@ -205,8 +209,9 @@ def _model_config(name: str):
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{name} has no config.json{_instead(path)}.")
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as problem:
+        refuse_own_code(name, problem)
         raise ValueError(f"{name} is no model: {str(problem).partition(chr(10))[0]}") from None
 
 
@@ -355,7 +360,7 @@ def _examine_memory(
         text = f"host memory of rank 0: {_size(moments)} AdamW's moments; {text} in use"
     total: float = states
     try:
-        read = shape_of(config)
+        read = shape_of(config, allow_untested=launch.config.allow_untested)
         shape = place_experts(read, launch.config.grid, launch.config.experts)
     except ValueError as problem:
         findings.facts.append(f"{text}; the rest of a step is not known: {problem}")

@@ -22,6 +22,7 @@ from typing import Any
 
 from hf_axonn.cli.plan_report import in_short, inline, number_of, section_lines, sizes
 from hf_axonn.compat.arguments import with_reason
+from hf_axonn.compat.transformers import register_code
 from hf_axonn.config import PRECISIONS
 from hf_axonn.launch.launch_file import core_count, gpu_count
 from hf_axonn.planner.dense import GPTS
@@ -69,6 +70,7 @@ def add_init(commands) -> None:
         "no option says.",
     )
     parser.add_argument("--model", help=f"{MODEL_HELP}; without it the grid is the default one")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with --model")
     parser.add_argument("--nodes", type=with_reason(number), help="nodes, each with as many processes; 1 by default")
     parser.add_argument(
         "--processes",
@@ -106,6 +108,8 @@ def run_init(options: argparse.Namespace) -> int:
     output = Path(options.output)
     if output.exists() and not options.force:
         raise ValueError(f"{output} is there: give another --output, or --force to overwrite it.")
+    if options.trust_remote_code:
+        register_code(options.model)
     asks = sys.stdin.isatty() and not options.yes
     devices = named_machine(options.machine) if options.machine else this_machine()
     print(f"devices: {devices.what}")

@@ -18,6 +18,7 @@ from typing import Any
 
 from hf_axonn.cli.plan_report import cost, doubts, header, lines, sweep_lines
 from hf_axonn.compat.arguments import with_reason
+from hf_axonn.compat.transformers import register_code
 from hf_axonn.config import OFFLOADED
 from hf_axonn.planner import confidence, settings
 from hf_axonn.planner.dense import GPTS
@@ -69,6 +70,7 @@ def add_plan(commands) -> None:
         required=True,
         help=f"a config.json, its directory, a name on the hub (org/model), or {', '.join(GPTS)}",
     )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with --model")
     parser.add_argument("--machine", required=True, help=f"{', '.join(known_machines())}, or a JSON file")
     parser.add_argument("--gpus", type=with_reason(number), help="number of GPUs")
     batch = parser.add_mutually_exclusive_group(required=True)
@@ -143,6 +145,8 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.sweep and options.overlap:
         raise ValueError("--sweep says nothing of --overlap: leave one of them out.")
     counts = _gpu_counts(options.sweep) if options.sweep else [options.gpus]
+    if options.trust_remote_code:
+        register_code(options.model)
     shape = read_shape(options.model)
     options.seq = options.seq or usual_seq(shape)
     tokens = options.batch_tokens or options.batch_sequences * options.seq

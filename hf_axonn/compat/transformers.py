@@ -250,24 +250,42 @@ def _masks_read_positions(module: str) -> bool:
     return False
 
 
+def refuse_own_code(name: str, problem: Exception | None = None) -> None:
+    """Refuse a model whose own code would have to run, and has not been let in by `register_code`.
+
+    Args:
+        name: of the model.
+        problem: what `AutoConfig` raised with `trust_remote_code=False`; None where code is known to be missing.
+    Raises:
+        ValueError: it is that.
+    """
+    if problem is None or "trust_remote_code" in str(problem):
+        raise ValueError(
+            f"{name} comes with code of its own: read it, and give --trust-remote-code, which runs it."
+        ) from None
+
+
 def from_config_of(kind: type[PreTrainedModel]) -> Callable[..., PreTrainedModel]:
     """Return the function that `from_config` of an Auto class calls for a class of models."""
     found: Callable[..., PreTrainedModel] = kind._from_config
     return found
 
 
-def register_code(name: str) -> None:
+def register_code(name: str | None) -> None:
     """Run the code that comes with a model, and let the Auto classes of this process know its configuration and its
     causal language model, as `trust_remote_code=True` would.
 
     Args:
-        name: a directory with a config.json, such a file, or a name on the Hub.
+        name: a directory with a config.json, such a file, or a name on the Hub; None where --model is missing.
     Raises:
         ValueError: no code comes with it, or it cannot be imported.
         OSError: there is no such model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    if name is None:
+        raise ValueError("--trust-remote-code goes with --model, whose code it runs.")
 
     folder = str(Path(name).parent) if Path(name).is_file() else name
     places = PreTrainedConfig.get_config_dict(folder)[0].get("auto_map") or {}

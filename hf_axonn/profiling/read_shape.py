@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hf_axonn.compat.transformers import refuse_own_code
 from hf_axonn.planner.dense import FAMILIES, load_shape, shape_from_config
 from hf_axonn.planner.shapes import ModelShape
 
@@ -31,7 +32,7 @@ def read_shape(model: str) -> ModelShape:
     except ValueError:
         path = Path(model)
         if HUB_NAME.fullmatch(model) and not path.exists():
-            return shape_of(_hub_config(model))
+            return shape_of(_hub_config(model), model)
         path = path / "config.json" if path.is_dir() else path
         config = _config(path)
         if config is None or config.get("model_type") in (None, *FAMILIES):
@@ -60,29 +61,34 @@ def _config(path: Path) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def shape_of(config: dict[str, Any]) -> ModelShape:
-    """Read the shape of a config's contents, of any type.
+def shape_of(config: dict[str, Any], name: str = "config", *, allow_untested: bool = False) -> ModelShape:
+    """Read the shape of a config's contents, of any type; arguments as of `build_shape`.
 
     Raises:
         ValueError: as `read_shape`.
     """
     known = config.get("model_type") in FAMILIES
-    return shape_from_config(config) if known else build_shape(config)
+    return shape_from_config(config) if known else build_shape(config, name, allow_untested=allow_untested)
 
 
-def build_shape(config: dict[str, Any], name: str = "config") -> ModelShape:
+def build_shape(config: dict[str, Any], name: str = "config", *, allow_untested: bool = False) -> ModelShape:
     """Build a model of a config's contents on the meta device, and trace its shape.
 
+    Args:
+        name: of the model, for messages.
+        allow_untested: as of `plan_for`.
     Raises:
-        ValueError: Transformers does not know the type, the model is not sharded by blocks, or a shape cannot describe
-            it.
+        ValueError: it comes with code of its own, Transformers does not know the type, the model is not sharded by
+            blocks, or a shape cannot describe it.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     from hf_axonn.profiling.trace import trace_shape
 
     kind = config["model_type"]
+    if config.get("auto_map") and kind not in CONFIG_MAPPING:
+        refuse_own_code(name)
     try:
         settings = AutoConfig.for_model(kind, **{key: value for key, value in config.items() if key != "model_type"})
         with torch.device("meta"):
@@ -90,7 +96,7 @@ def build_shape(config: dict[str, Any], name: str = "config") -> ModelShape:
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise ValueError(f"the config {name}: model_type is {kind!r}, which cannot be built: {error}") from None
     try:
-        return trace_shape(model)
+        return trace_shape(model, allow_untested=allow_untested)
     except ValueError as error:
         raise ValueError(
             f"the config {name}: model_type is {kind!r}, which the planner cannot describe: {error} For a rough plan "

@@ -44,14 +44,16 @@ from hf_axonn.profiling.layer_probe import TOKENS, LayerProbe, LayerTrace, probe
 from hf_axonn.topology.weight_kind import WeightKind
 
 
-def trace_shape(model: PreTrainedModel) -> ModelShape:
+def trace_shape(model: PreTrainedModel, *, allow_untested: bool = False) -> ModelShape:
     """Trace the shape of a model on the meta device, which is unchanged.
 
+    Args:
+        allow_untested: as of `plan_for`.
     Raises:
         ValueError: the model cannot be run without values, or does what no shape can say.
     """
     embedding, head = input_embedding(model), output_embedding(model)
-    plan = plan_for(model)
+    plan = plan_for(model, allow_untested=allow_untested)
     kinds = weight_kinds(model, plan)
     table, projection = _weight(embedding), _weight(head)
     both = {kinds.get(id(table)), kinds.get(id(projection))}

@@ -1,4 +1,4 @@
-"""`hf-axonn survey`: the plan that it prints, its certificates, and what it refuses."""
+"""`hf-axonn survey`: the plan that it prints, its certificates, what it refuses; and code that comes with a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import CONFIG_MAPPING, AutoConfig, dynamic_module_utils
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -114,6 +115,28 @@ def test_code_that_reads_a_number_of_the_whole_model_is_refused_with_its_line(tm
     line = 1 + next(place for place, text in enumerate(lines) if "self.config.num_attention_heads" in text)
     reason = f"its attention reads num_attention_heads of the whole model at own_type.py:{line}"
     assert f"  self_attn gets full sequences: {reason}\n" in capsys.readouterr().out
+
+
+def test_other_commands_run_own_code_where_it_may_run(tmp_path, capsys, monkeypatch):
+    own_folder(tmp_path / "own", OwnForCausalLM)
+    launch = tmp_path / "axonn.yaml"
+    section = {"grid": {"x": 2}, "allow_untested": True}
+    launch.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 2, "axonn_config": section}))
+    monkeypatch.chdir(tmp_path)
+    output = {
+        "doctor --config axonn.yaml --model own/config.json": "4 blocks by rules that are untested",
+        "plan --machine dgx-h100 --gpus 2 --batch-tokens 8k --model own": "it is sharded Linear by Linear",
+        "init --machine dgx-h100 --processes 8 --yes --force --model own": "axonn.yaml is written",
+    }
+    for command in output:
+        assert main(command.split()) == 2, command
+        refused = capsys.readouterr().err
+        assert "comes with code of its own: read it, and give --trust-remote-code, which runs it." in refused
+    for command, expected in output.items():
+        assert main([*command.split(), "--trust-remote-code"]) in (0, 1), command
+        assert expected in capsys.readouterr().out, command
+    assert main(["doctor", "--config", str(launch), "--trust-remote-code"]) == 2
+    assert "--trust-remote-code goes with --model" in capsys.readouterr().err
 
 
 def test_code_that_cannot_run_is_refused(tmp_path, capsys):
