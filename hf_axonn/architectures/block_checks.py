@@ -21,7 +21,7 @@ from hf_axonn.architectures.norm_probe import norm_kind
 from hf_axonn.architectures.table import BlockSpec
 from hf_axonn.architectures.trials import mixes_features
 from hf_axonn.compat.transformers import configured_head_counts, text_config
-from hf_axonn.engine.linears import is_linear, linear_size
+from hf_axonn.engine.linears import is_linear, is_stacked, linear_size
 from hf_axonn.layers.norms import NormKind
 
 
@@ -98,7 +98,7 @@ def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | 
     """Return why a block cannot be sharded as one; None where it can."""
     for name in (*spec.columns, spec.row):
         module = layer.get_submodule(name)
-        if not is_linear(module):
+        if not (is_linear(module) or (spec.is_attention and spec.latent and is_stacked(module))):
             return f"{name} is a {type(module).__name__}, not an nn.Linear"
     entry = layer.get_submodule(spec.entry)
     if spec.is_attention:

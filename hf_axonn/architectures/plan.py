@@ -43,7 +43,7 @@ from hf_axonn.layers.norms import NormKind
 # [B, S, C, H] or [B, S, C * H].
 COPIES_FIRST, COPIES_LAST = re.compile(r"AltUp$"), re.compile(r"HyperConnection$|HyperHead$|GatedResidual$")
 PER_TOKEN = re.compile(
-    rf"Norm|Rotary|Dropout|Identity|Router|Activation|Laurel|Gat(e|ing)$|Experts$|{COPIES_FIRST.pattern}"
+    rf"Norm|Rotary|Dropout|Identity|Router|Activation|Laurel|Gat(e|ing)$|Experts$|MoA$|{COPIES_FIRST.pattern}"
     rf"|{COPIES_LAST.pattern}"
 )
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
@@ -77,7 +77,7 @@ class BlockPlan:
     arguments: tuple[str, ...] = ()
     latent: tuple[str, ...] = ()
     shared: dict[str, str] = field(default_factory=dict)
-    parts: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, int | None] = field(default_factory=dict)
     cross: bool = False
     borrows: bool = False
     added: tuple[str, ...] = ()
@@ -329,7 +329,7 @@ def _needs_full_sequence(module: nn.Module, prefix: str, planned: set[str]) -> I
             continue
         around = any(other.startswith(f"{path}.") for other in planned) or isinstance(child, nn.ModuleList)
         around = around or any(map(mixer_parts, child.children()))
-        # Attention that has experts for projections, as JetMoe's, is no way to experts of tokens.
+        # Attention that has experts for projections is no way to experts of tokens.
         if around or (_has_experts(child) and not finds_attention_function(child)):
             yield from _needs_full_sequence(child, f"{path}.", planned)
         else:

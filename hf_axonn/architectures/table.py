@@ -18,7 +18,8 @@ class BlockSpec:
 
     Attributes:
         columns: projection -> what its output consists of, packed parts in order (topology/heads.py). Queries first.
-        row: the projection that ends the block.
+        row: the projection that ends the block. Projections of latent attention may be those of experts, each of which
+            has a part of every head (layers/stacked_attention.py).
         entry: the module at whose input tokens become features.
         is_attention: whether it has heads.
         attributes, arguments: as in plan.BlockPlan.
@@ -26,7 +27,8 @@ class BlockSpec:
         latent: modules inside of it that make full latents of full activations (layers/latent_attention.py).
         shared: those whose output every head uses -> the attribute of the entry that says how many of its last
             features; empty where it is all of them.
-        parts: parameters of other modules inside of it -> the dim in which a rank has those of its heads alone.
+        parts: parameters of other modules inside of it -> the dim in which a rank has those of its heads alone; None
+            where it is added to a sum over the ranks of the heads.
         groups: the name in the config of a number of groups of query heads, which are then what is divided.
         cross: whether its keys and values are made of other states than its queries, full ones.
         borrows: whether its keys and values are those of another layer.
@@ -42,7 +44,7 @@ class BlockSpec:
     grouped: bool = False
     latent: tuple[str, ...] = ()
     shared: dict[str, str] = field(default_factory=dict)
-    parts: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, int | None] = field(default_factory=dict)
     groups: str = ""
     cross: bool = False
     borrows: bool = False
@@ -181,6 +183,24 @@ FAMILIES: dict[str, tuple[BlockSpec, ...] | Callable[[Any], tuple[BlockSpec, ...
     "recurrent_gemma": (
         attention("temporal_block: q_proj k_proj v_proj -> o_proj"),
         mlp("mlp_block: gate_proj up_proj -> down_proj"),
+    ),
+    "jetmoe": (
+        # An expert has queries and output of all heads; keys and values are those of all experts.
+        BlockSpec(
+            columns={"self_attention.experts.input_linear": ("query",), "self_attention.kv_proj": ("kv", "kv")},
+            row="self_attention.experts.output_linear",
+            entry="self_attention",
+            is_attention=True,
+            attributes={"experts.hidden_size": "query"},
+            grouped=True,
+            latent=("self_attention.experts.router",),
+            shared={"self_attention.experts.router": ""},
+            parts={
+                "self_attention.experts.input_linear.weight": 1,
+                "self_attention.experts.output_linear.weight": 2,
+                "self_attention.experts.bias": None,
+            },
+        ),
     ),
     "dbrx": (attention("norm_attn_norm.attn: Wqkv=query,kv,kv -> out_proj", "hidden_size num_key_value_heads=kv"),),
     "deepseek_v4": (

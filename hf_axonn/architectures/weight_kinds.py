@@ -9,7 +9,7 @@ from torch import nn
 from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import ShardingPlan, is_inside
 from hf_axonn.compat.transformers import output_embedding
-from hf_axonn.engine.linears import is_linear
+from hf_axonn.engine.linears import is_linear, is_stacked
 from hf_axonn.layers.gathered import SMALLEST_PART
 from hf_axonn.layers.moe import expert_weights, is_experts
 from hf_axonn.layers.vocabulary import is_vocabulary
@@ -26,9 +26,9 @@ def weight_kinds(
     modules = dict(model.named_modules())
     kinds: dict[int, WeightKind] = {}
     for block in plan.all_blocks:
-        for name in block.columns:
-            kinds[id(modules[name].weight)] = WeightKind.COLUMN
-        kinds[id(modules[block.row].weight)] = WeightKind.ROW
+        for name in (*block.columns, block.row):
+            kind = WeightKind.ROW if name == block.row else WeightKind.COLUMN
+            kinds[id(modules[name].weight)] = WeightKind.GATHERED if is_stacked(modules[name]) else kind
     vocabulary = vocabulary_modules(model, plan)
     for name, module in modules.items():
         if is_linear(module) and module not in vocabulary and plan.is_full(name):
@@ -43,7 +43,8 @@ def weight_kinds(
         kinds[id(module.weight)] = WeightKind.VOCABULARY
     inside = [f"{block.entry}.{name}" for block in plan.blocks if block.mixer for name in block.mixer.linears]
     gathered = _large_others(model, plan) | {id(modules[name].weight) for name in inside}
-    gathered |= {id(model.get_parameter(name)) for block in plan.blocks for name in block.parts}
+    parts = (name for block in plan.blocks for name, dim in block.parts.items() if dim is not None)
+    gathered |= {id(model.get_parameter(name)) for name in parts}
     kinds |= {key: WeightKind.GATHERED for key in gathered - kinds.keys()}
     _, changed = find_readers(model)
     return kinds | {id(each): WeightKind.REPLICATED for module in changed for each in module.parameters(False)}

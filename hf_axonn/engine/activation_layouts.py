@@ -29,6 +29,7 @@ from hf_axonn.distributed.collectives import (
     all_gather,
     all_to_all,
     gather_replicated,
+    reduce_scatter,
     take_replicated,
 )
 from hf_axonn.distributed.mesh import GridMesh
@@ -79,22 +80,24 @@ class Tokens:
         return ceil_div(self.count, parts) * parts
 
 
-def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
+def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh, *, partial: bool = False) -> Tensor:
     """[B, S, H], the same on all (x, y) -> this rank's tokens [1, T/(x*y), H], or [1, T/x, H/y] of them.
 
+    `partial`: what ranks of (x, y) have is to be summed. A reduce-scatter over (x, y).
     Of copies: [C, B, S, H] -> [C, 1, T/(x*y), H], or [B, S, C, H] -> [1, T/(x*y), C, H].
     Backward: all-gather over (x, y), so every rank has the gradient of the full tensor.
     """
+    take = reduce_scatter if partial else take_replicated
     if hidden.dim() == 4:
-        return _move_copies(hidden, tokens, lambda folded: take_tokens(folded, tokens, mesh))
+        return _move_copies(hidden, tokens, lambda folded: take_tokens(folded, tokens, mesh, partial=partial))
     flat = pad_dim(hidden.reshape(tokens.count, -1), 0, tokens.padded_count(mesh))
     if tokens.features:
         x, y = mesh.size("x"), mesh.size("y")
         features = ceil_div(tokens.features, y)
         blocks = pad_dim(flat, 1, y * features).view(x, -1, y, features).transpose(1, 2).flatten(0, 1)
-        return take_replicated(blocks, mesh.group("x", "y")).unsqueeze(0)
+        return take(blocks, mesh.group("x", "y")).unsqueeze(0)
     blocks = flat.view(mesh.size("x", "y"), -1, flat.shape[-1])
-    return take_replicated(blocks, mesh.group("x", "y")).unsqueeze(0)
+    return take(blocks, mesh.group("x", "y")).unsqueeze(0)
 
 
 def gather_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:

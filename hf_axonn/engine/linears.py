@@ -1,4 +1,4 @@
-"""Linears: torch's, GPT-2's Conv1D, and classes of Transformers that are one."""
+"""Linears: torch's, GPT-2's Conv1D, and classes of Transformers that are one, or one for each expert."""
 
 from __future__ import annotations
 
@@ -23,6 +23,17 @@ def is_linear(module: nn.Module) -> bool:
     return plain or is_conv1d(module) or is_four_bit(module)
 
 
+def is_stacked(module: nn.Module) -> bool:
+    """Return whether a module is the Linears of several experts, in one weight [E, N, K]: it is called with rows
+    [T, K], those of the first expert first, and their numbers."""
+    if not type(module).__name__.endswith("ParallelExperts") or set(module._parameters) != {"weight"}:
+        return False
+    sizes = (getattr(module, name, None) for name in ("num_experts", "output_size", "input_size"))
+    return module.get_parameter("weight").shape == tuple(sizes)
+
+
 def linear_size(linear: nn.Module) -> tuple[int, int]:
-    """(N, K) = (out_features, in_features) of what `is_linear` accepts."""
+    """(N, K) = (out_features, in_features) of what `is_linear` or `is_stacked` accepts."""
+    if is_stacked(linear):
+        return linear.get_parameter("weight").shape[1:]
     return (linear.nf, linear.nx) if is_conv1d(linear) else (linear.out_features, linear.in_features)

@@ -184,8 +184,9 @@ class Replicated:
         patch_forward(module, self._forward)
 
     def plain(self, name: str) -> Tensor:
-        """This rank's part of a parameter as a plain tensor, in the graph."""
+        """This rank's part of a parameter, with what adapters do to it, as a plain tensor, in the graph."""
         full = self.full(name)
+        full = self.added[name](full) if name in self.added else full
         return self.own[name](full) if name in self.own else full
 
     def full(self, name: str) -> Tensor:
@@ -201,8 +202,7 @@ class Replicated:
         module, values = self.module, {}
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in module.__dict__:
-                value = self.plain(name)
-                values[name] = self.added[name](value) if name in self.added else value
+                values[name] = self.plain(name)
         if self.own:
             values |= {name: self.own[name](module._buffers[name]) for name in self.own if name in module._buffers}
         # An entry of __dict__ is found before nn.Module looks among its parameters.

@@ -35,6 +35,7 @@ from hf_axonn.engine.activation_layouts import gather_tokens, take_features
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, split_hidden_states
 from hf_axonn.layers.block import ColumnParallel, RowParallel
+from hf_axonn.layers.stacked_attention import StackedRow
 
 
 class LatentColumnParallel(ColumnParallel):
@@ -65,7 +66,7 @@ class LatentColumnParallel(ColumnParallel):
         return key, value.contiguous()  # a part of what kv_b returns, which is not to stay for it
 
 
-def install_latent(state: ParallelState, attention: nn.Module, row: RowParallel) -> None:
+def install_latent(state: ParallelState, attention: nn.Module, row: RowParallel | StackedRow) -> None:
     """Let an attention module, which `row` ends, see full activations. All-gather of tokens over (x, y)."""
 
     def forward(original: Callable, *args, **kwargs):
@@ -79,13 +80,14 @@ def install_latent(state: ParallelState, attention: nn.Module, row: RowParallel)
     patch_forward(attention, forward)
 
 
-def shared_hook(state: ParallelState, row: RowParallel, size: int) -> Callable[[nn.Module], None]:
+def shared_hook(state: ParallelState, row: RowParallel | StackedRow, size: int) -> Callable[[nn.Module], None]:
     """Return an installer for a module in attention whose output goes to every head, as the rotary part of kv_a's:
     its gradient is summed over the axes of the heads. All-reduce over them in backward.
 
     Args:
         row: ends the attention.
-        size: the number of its last features that do; 0 for all of them, and of the first of several results.
+        size: the number of its last features that do; 0 for all of them, and of the first of several results that has
+            a gradient.
     """
 
     def add_up(value: Tensor) -> Tensor:
@@ -93,7 +95,9 @@ def shared_hook(state: ParallelState, row: RowParallel, size: int) -> Callable[[
 
     def sum_gradients(_module: nn.Module, _args: tuple, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (add_up(output[0]), *output[1:])
+            tensors = ((place, each) for place, each in enumerate(output) if isinstance(each, Tensor))
+            first = next(place for place, each in tensors if each.is_floating_point())
+            return (*output[:first], add_up(output[first]), *output[first + 1 :])
         if not size:
             return add_up(output)
         latent, rotary = output.split([output.shape[-1] - size, size], dim=-1)

@@ -250,7 +250,7 @@ def _all_heads(state: ShardedModel, weights: Tensor) -> Tensor:
     if not state.attention_axes:
         return weights
     blocks = gather_replicated(weights, state.grid_mesh.group(*state.attention_axes))
-    return blocks.movedim(0, 1).flatten(1, 2)
+    return blocks.unflatten(2, (state.attention_rounds, -1)).movedim(0, 2).flatten(1, 3)
 
 
 def install_causal_lm(state: ShardedModel, model: nn.Module) -> None:

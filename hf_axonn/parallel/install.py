@@ -25,7 +25,7 @@ from hf_axonn.compat.transformers import has_causal_lm_loss, output_embedding, t
 from hf_axonn.distributed.mesh import ROWS, TOKENS
 from hf_axonn.engine.dtensors import distribute_parameter, scale_gradient, shard_placements
 from hf_axonn.engine.four_bit import elements_of
-from hf_axonn.engine.linears import is_conv1d, is_linear, linear_size
+from hf_axonn.engine.linears import is_conv1d, is_linear, is_stacked, linear_size
 from hf_axonn.engine.report import Entry
 from hf_axonn.layers.base import FullLinear, Replicated, patch_forward, take_slice
 from hf_axonn.layers.block import Block, ColumnParallel, RowParallel
@@ -37,6 +37,7 @@ from hf_axonn.layers.latent_attention import LatentColumnParallel, install_laten
 from hf_axonn.layers.mixer import ChannelSum, GatedNorm, MixerBlock
 from hf_axonn.layers.moe import MovingExperts, expert_weights, experts_layer, is_experts
 from hf_axonn.layers.norms import FeatureNorm, InnerNorm
+from hf_axonn.layers.stacked_attention import StackedRow, sum_gradient_hook
 from hf_axonn.layers.vocabulary import Embedding, Head
 from hf_axonn.losses.router_aux import install_router_loss
 from hf_axonn.losses.shares import install_shares
@@ -152,28 +153,36 @@ def _install_block(model: nn.Module, block: BlockPlan, state: ShardedModel) -> N
     heads = state.heads_of(block)
     linears = [model.get_submodule(name) for name in block.columns]
     last, entry = model.get_submodule(block.row), model.get_submodule(block.entry)
-    row = RowParallel(state, last, heads)
+    row: RowParallel | StackedRow
+    if is_stacked(last) and heads is not None:
+        row = StackedRow(state, entry, heads)
+    else:
+        row = RowParallel(state, last, heads)
+        state.install_copies_by(last, row.install_copy)
     together = 0 if block.latent else 1 if block.cross else len(linears)  # that share the block's input
     columns = [ColumnParallel(state, linears[:together], heads, list(block.segments[:together]))] if together else []
     for linear, segments in list(zip(linears, block.segments, strict=True))[together:]:
-        columns.append(LatentColumnParallel(state, [linear], heads, [segments]))
+        if not is_stacked(linear):
+            columns.append(LatentColumnParallel(state, [linear], heads, [segments]))
+        elif row.axes:
+            state.install(linear, sum_gradient_hook(state, row.axes))
     state.refuse_copies(entry)  # unless it is one of the Linears
     for column in columns:
         for index, linear in enumerate(column.linears):
             state.install_copies_by(linear, functools.partial(column.install_copy, index))
-    state.install_copies_by(last, row.install_copy)
     if block.latent:
         install_latent(state, entry, row)
         for name, size in block.shared.items() if heads and row.axes else ():
             state.install(model.get_submodule(name), shared_hook(state, row, getattr(entry, size) if size else 0))
     else:
+        assert isinstance(row, RowParallel)  # experts are projections of latent attention alone (block_checks.py)
         state.add_block(entry, _way_in(state, entry, columns[0], row, block))
     if (within := state.heads_within(block)) is not None:
         _install_heads(state, entry, within, block)
     reason = heads.why(state.grid_mesh) if heads else ""
-    for name, linear in zip(block.columns, linears, strict=True):
-        _note(state, name, linear, WeightKind.COLUMN, reason)
-    _note(state, block.row, last, WeightKind.ROW, reason)
+    for name, linear in zip((*block.columns, block.row), (*linears, last), strict=True):
+        if not is_stacked(linear):  # which `_install_gathered` comes to
+            _note(state, name, linear, WeightKind.ROW if linear is last else WeightKind.COLUMN, reason)
 
 
 def _way_in(
@@ -301,8 +310,11 @@ def _own_parts(model: nn.Module, block: BlockPlan, state: ShardedModel) -> OwnPa
                 parts.setdefault(entry, {})[name] = operator.itemgetter(rows)
         for path, dim in block.parts.items():
             owner, _, name = path.rpartition(".")
-            rows, _ = feature_slice(model.get_parameter(path).shape[dim], mesh, *heads.axes)
-            take = functools.partial(torch.narrow, dim=dim, start=rows.start, length=rows.stop - rows.start)
+            if dim is None:
+                take: Callable = functools.partial(torch.div, other=mesh.size(*heads.axes))
+            else:
+                rows, _ = feature_slice(model.get_parameter(path).shape[dim], mesh, *heads.axes)
+                take = functools.partial(torch.narrow, dim=dim, start=rows.start, length=rows.stop - rows.start)
             parts.setdefault(model.get_submodule(owner), {})[name] = take
         added = (name for name in block.added if entry._parameters.get(name) is not None)
         parts.setdefault(entry, {}).update(

@@ -15,6 +15,7 @@ from torch import nn
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.engine.linears import is_stacked
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ParallelState, parallel_state
 from hf_axonn.layers.base import Reader, Reading
@@ -38,6 +39,8 @@ class ShardedModel(ParallelState):
         layers: the decoder layers (`take_plan`).
         full_sequence: names of the modules that get the full sequence (`take_plan`).
         attention_axes: the axes that divide the heads of attention blocks (`take_plan`).
+        attention_rounds: how many times attention goes through these heads: once for each expert of a token where its
+            projections are experts (`take_plan`).
         blocks: entry of a block -> its Block (`add_block`).
         readings: the methods that use parameters of other modules (`add_reading`).
         ahead: mixture -> what is computed while tokens travel to its experts (`add_ahead`).
@@ -61,6 +64,7 @@ class ShardedModel(ParallelState):
         self.layers: list[nn.Module] = []
         self.full_sequence: set[str] = set()
         self.attention_axes: tuple[str, ...] = ()
+        self.attention_rounds = 1
         self.blocks: dict[nn.Module, Block] = {}
         self.readings: list[Reading] = []
         self.ahead: dict[nn.Module, ComputedAhead] = {}
@@ -90,6 +94,8 @@ class ShardedModel(ParallelState):
             axes |= {name: () for name in block.latent}
             own = block in plan.blocks and block.is_attention  # not of an encoder, nor of a mixer
             self.attention_axes = heads.axes if heads and own else self.attention_axes
+            if is_stacked(model.get_submodule(block.row)):
+                self.attention_rounds = cast(int, model.get_submodule(block.entry).top_k)
         self._work_axes = axes
 
     def heads_of(self, block: BlockPlan) -> Heads | None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, export_hf, from_pretrained, parallelize, save_sharded, sync_gradients
 from hf_axonn.architectures.plan import plan_for
+from hf_axonn.engine.linears import is_linear
 from tests.benchmarks.architectures.survey import in_float64
 from tests.benchmarks.architectures.tiny_configs import tiny_batch, tiny_model
 from tests.helpers.equality import mean_over_world, model_loss
@@ -29,9 +30,11 @@ from tests.parallel.adapters.test_peft_architectures import NOT_IN_PEFT
 GRID = Grid(y=2, x=2)
 AS_IT_IS = {"dtype": torch.float64, "experts_implementation": "eager"}
 # Per-layer inputs, shared keys and experts; several residual streams; numbers of kv heads by layer, sinks; norms
-# before row layers; mixers of four kinds; two attentions a layer; a shared block with adapters; an indexer.
+# before row layers; mixers of four kinds; two attentions a layer; a shared block with adapters; an indexer; attention
+# whose projections are experts.
 KINDS = (
     "gemma4_text", "gemma3n_text", "mimo_v2_flash", "bitnet", "nemotron_h", "longcat_flash", "zamba2", "deepseek_v32",
+    "jetmoe",
 )  # fmt: skip
 OTHERS = ("bart", "phi4_multimodal", "moshi", "fuyu", "recurrent_gemma", "dbrx", "zamba", "gemma4")
 COPIES = ("gpt_neox_japanese", "hy_v4", "deepseek_v4", "qwen4_exp_text")  # but for the first of the residual stream
@@ -60,7 +63,7 @@ def adapted(kind: str) -> nn.Module:
     """A model with adapters on the projections of its blocks, none of which is zero."""
     model = tiny_model(kind)
     blocks = plan_for(model).blocks
-    names = [name for block in blocks for name in (*block.columns, block.row)]
+    names = [name for block in blocks for name in (*block.columns, block.row) if is_linear(model.get_submodule(name))]
     names += [f"{block.entry}.{name}" for block in blocks if block.mixer for name in block.mixer.linears]
     names = [name for name in names if kind not in NOT_IN_PEFT or not name.endswith("out_proj")]
     model = get_peft_model(model, LoraConfig(r=3, target_modules=names, init_lora_weights=False))

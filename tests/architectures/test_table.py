@@ -196,10 +196,16 @@ def test_modules_that_mix_copies_of_the_residual_stream_run_on_tokens_and_keep_l
         assert bool(plan.why_undivided()) == bool(copies)
 
 
-def test_attention_whose_projections_are_experts_gets_full_sequences_and_other_experts_do_not():
-    plan = plan_for(surveyed_model("jetmoe"))
-    expected = {f"{layer}.self_attention": "its projections are experts" for layer in plan.layers}
-    assert plan.full_sequence == expected and len(plan.layers) == 2
+def test_attention_whose_projections_are_experts_is_divided_by_heads_where_its_sizes_are_known():
+    model = surveyed_model("jetmoe")
+    plan = plan_for(model)
+    assert not plan.full_sequence and [block.query for block in plan.blocks] == [2, 2]
+    assert [block.row for block in plan.blocks] == [
+        f"{name}.self_attention.experts.output_linear" for name in plan.layers
+    ]
+    model.model.layers[0].self_attention.experts.output_linear.num_experts += 1
+    problem = "self_attention.experts.output_linear is a JetMoeParallelExperts, not an nn.Linear"
+    assert plan_for(model).full_sequence == {"model.layers.0.self_attention": problem}
 
 
 def test_attention_that_chooses_its_keys_gets_full_sequences_where_rows_are_divided():
