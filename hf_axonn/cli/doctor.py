@@ -360,7 +360,7 @@ def _examine_memory(
         text = f"host memory of rank 0: {_size(moments)} AdamW's moments; {text} in use"
     total: float = states
     try:
-        read = shape_of(config, allow_untested=launch.config.allow_untested)
+        read = shape_of(config, options.model, allow_untested=launch.config.allow_untested)
         shape = place_experts(read, launch.config.grid, launch.config.experts)
     except ValueError as problem:
         findings.facts.append(f"{text}; the rest of a step is not known: {problem}")

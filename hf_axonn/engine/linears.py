@@ -35,5 +35,6 @@ def is_stacked(module: nn.Module) -> bool:
 def linear_size(linear: nn.Module) -> tuple[int, int]:
     """(N, K) = (out_features, in_features) of what `is_linear` or `is_stacked` accepts."""
     if is_stacked(linear):
-        return linear.get_parameter("weight").shape[1:]
+        _, rows, cols = linear.get_parameter("weight").shape
+        return rows, cols
     return (linear.nf, linear.nx) if is_conv1d(linear) else (linear.out_features, linear.in_features)

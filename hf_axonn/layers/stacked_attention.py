@@ -46,6 +46,7 @@ class StackedRow:
     def _forward(self, original: Callable, *args, **kwargs) -> tuple:
         hidden, *others = original(*args, **kwargs)
         mesh, tokens = self.state.grid_mesh, self.state.context.tokens
+        assert tokens is not None  # the first decoder layer has laid them out
         partial = tokens.sharded and self.axes == ("x", "y")
         if self.axes and not partial:
             hidden = all_reduce(hidden, mesh.group(*self.axes))
