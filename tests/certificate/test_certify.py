@@ -78,12 +78,17 @@ def divided(tmp_path_factory):
 @pytest.mark.parametrize(
     ("way", "error", "said"),
     [
-        ("heads", "positions_in_wrong_order", "numbered as if the ranks of context came in the order 1, 0"),
         ("heads", "label_lost_at_the_cut", "lose the label after each cut"),
-        ("heads", "document_that_sees_its_neighbour", "documents see each other"),
         ("keys", "stripes_in_wrong_order", "numbered as if the stripes of context came in the order 0, 1, 3, 2"),
-        pytest.param("keys", "label_lost_at_the_cut", "are shifted in stripes", marks=pytest.mark.slow),
-        pytest.param("keys", "document_that_sees_its_neighbour", "documents see each other", marks=pytest.mark.slow),
+        *(
+            pytest.param(*error, marks=pytest.mark.slow)
+            for error in (
+                ("heads", "positions_in_wrong_order", "numbered as if the ranks of context came in the order 1, 0"),
+                ("heads", "document_that_sees_its_neighbour", "documents see each other"),
+                ("keys", "label_lost_at_the_cut", "are shifted in stripes"),
+                ("keys", "document_that_sees_its_neighbour", "documents see each other"),
+            )
+        ),
     ],
 )
 def test_rows_that_are_divided_wrongly_are_found_and_named(divided, tmp_path, way, error, said):

@@ -32,7 +32,7 @@ from tests.helpers.fuzzing import fuzz
 from tests.helpers.ranks import run_ranks
 
 
-FUZZ, FILES = fuzz(150), fuzz(60)
+FUZZ, FILES = fuzz(80), fuzz(30)
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),

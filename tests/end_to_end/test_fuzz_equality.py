@@ -7,6 +7,7 @@ numbers and not from hypothesis, which would begin with small and equal ones, an
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from random import Random, SystemRandom
@@ -29,9 +30,8 @@ from tests.helpers.ranks import run_ranks
 
 
 KINDS = ("llama", "gpt2", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "gpt_neox", "opt")
-QUICK = [Grid(z=2)]
-SLOW = [Grid(x=2), Grid(y=2), Grid(data=2), Grid(z=2, x=2)]
-EXAMPLES = 40
+GRIDS = [Grid(z=2), Grid(x=2), Grid(y=2), Grid(data=2), Grid(z=2, x=2)]
+QUICK, EXAMPLES = 16, 40
 REFUSALS = (ValueError, IndexError, RuntimeError)  # any other error is a defect of the code, or of this test
 
 
@@ -220,17 +220,21 @@ def disagreements(made: list[tuple[Example, Outcome | None]], grid: Grid) -> lis
     return sorted(wrong, key=len)
 
 
-@pytest.fixture(scope="module")
-def made() -> list[tuple[Example, Outcome | None]]:
-    """Examples with their truth."""
+@functools.cache
+def make_examples(count: int) -> list[tuple[Example, Outcome | None]]:
+    """Make up examples, with their truth."""
     more = int(os.environ.get("AXONN_FUZZ", "0"))
     start = SystemRandom().randrange(2**32) if more else 0
-    found = [(example, truth(example)) for example in map(made_up, range(start, start + (more or EXAMPLES)))]
+    found = [(example, truth(example)) for example in map(made_up, range(start, start + (more or count)))]
     refused = [example.number for example, expected in found if expected is None]
-    assert more or EXAMPLES // 20 < len(refused) < EXAMPLES // 3
+    assert more or count // 20 < len(refused) < count // 3
     return found
 
 
-@pytest.mark.parametrize("grid", [*QUICK, *(pytest.param(grid, marks=pytest.mark.slow) for grid in SLOW)], ids=str)
-def test_models_and_batches(made, grid):
-    assert not (wrong := disagreements(made, grid)), "\n".join(wrong)
+@pytest.mark.parametrize(
+    ("grid", "count"),
+    [(GRIDS[0], QUICK), *(pytest.param(grid, EXAMPLES, marks=pytest.mark.slow) for grid in GRIDS)],
+    ids=str,
+)
+def test_models_and_batches(grid, count):
+    assert not (wrong := disagreements(make_examples(count), grid)), "\n".join(wrong)

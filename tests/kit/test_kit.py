@@ -180,6 +180,7 @@ def test_torch_and_cuda_are_named_and_not_brought(place, capsys):
     assert "missing there: nvidia-thing, torch>=2.11. A kit brings no torch" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_second_kit_leaves_out_what_the_first_has(place, capsys):
     place.project(["torch", "one; extra == 'data'", "two; extra == 'more'", "one; extra == 'more'"], ("data", "more"))
     place.wheel("one", tag="py3-none-manylinux_2_28_x86_64")
@@ -212,8 +213,20 @@ def test_a_module_that_cannot_be_imported_makes_a_kit_fail(place, capsys):
         ([], ["torch==2.11.0"], ("--interpreter", "/bin/false"), "/bin/false is no Python that runs"),
         ([], ["torch==2.11.0"], ("--beside", "/usr"), "/usr is no kit: it has no install.sh"),
         (["absent"], ["torch==2.11.0"], (), "no wheel of absent for that machine, and none can be built:\nERROR"),
-        (["odd>1", "even"], ["torch==2.11.0"], (), "pip finds no kit for that machine:\nERROR: .*conflicting"),
-        (["bound"], ["torch==2.11.0"], (), "bound has no wheel for that machine and is not pure Python"),
+        pytest.param(
+            ["odd>1", "even"],
+            ["torch==2.11.0"],
+            (),
+            "pip finds no kit for that machine:\nERROR: .*conflicting",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["bound"],
+            ["torch==2.11.0"],
+            (),
+            "bound has no wheel for that machine and is not pure Python",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bad_input_ends_with_a_remedy_and_leaves_no_kit(place, capsys, requires, have, options, message):
@@ -255,6 +268,7 @@ def test_install_fills_a_folder_prints_its_path_and_compares_releases(place):
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == "5.17 is old" and not done.stdout
 
 
+@pytest.mark.slow
 def test_a_kit_is_tried_with_a_python_that_has_no_packages(place, capsys):
     """As a python3.12 beside the one of this package has none: the releases there are not those of the machine."""
     pip, bare = place.folder / "pip", place.folder / "bare"

@@ -129,15 +129,26 @@ TWO = [Grid(x=2), Grid(data=2), Grid(z=2, context=2)]
 FOUR = [Grid(z=2, x=2), Grid(z=2, y=2, context=2)]
 
 
-def test_every_axis_counts_each_token_once():
+WAYS = [("qwen3_moe", grid, "gather") for grid in TWO]
+WAYS += [("deepseek_v3", grid, "move" if grid.z > 1 else "gather") for grid in TWO]
+WAYS += [("gpt_oss", TWO[0], "gather")]
+WAYS_OF_FOUR = [("qwen3_moe", grid, way) for grid in FOUR for way in ("gather", "move")]
+
+
+@pytest.mark.parametrize(
+    ("two", "four"),
+    [
+        # Each axis, each model, both ways, on four ranks the rows that are filled up.
+        ([WAYS[1], WAYS[5], WAYS[6]], WAYS_OF_FOUR[-1:]),
+        pytest.param(WAYS, WAYS_OF_FOUR, marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_every_axis_counts_each_token_once(two, four):
     """Rows of 7 tokens, which are filled up over context, and as the only row of a rank over x."""
     batch, small = tiny_batch(4, 7), tiny_batch(2, 7)
-    ways = [("qwen3_moe", grid, "gather") for grid in TWO]
-    ways += [("deepseek_v3", grid, "move" if grid.z > 1 else "gather") for grid in TWO]
-    ways += [("gpt_oss", TWO[0], "gather")]
-    run_ranks(_on_grids, 2, batch, [(*way, expected(way[0], batch, *way[1:])) for way in ways])
-    ways = [("qwen3_moe", grid, way) for grid in FOUR for way in ("gather", "move")]
-    run_ranks(_on_grids, 4, small, [(*way, expected(way[0], small, *way[1:])) for way in ways])
+    run_ranks(_on_grids, 2, batch, [(*way, expected(way[0], batch, *way[1:])) for way in two])
+    run_ranks(_on_grids, 4, small, [(*way, expected(way[0], small, *way[1:])) for way in four])
 
 
 def _on_grids(batch: dict, cases: list) -> None:

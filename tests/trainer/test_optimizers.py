@@ -79,17 +79,17 @@ def trained(folder: Path, grid: Grid | None, length: int, **more) -> tuple[list[
     return history, dict(zip(names, average.weights, strict=True))
 
 
-def _four(folder: Path, truths: dict, count: int, run: tuple, length: int) -> None:
+def _on_grid(folder: Path, grid: Grid, truths: dict, count: int, run: tuple, length: int) -> None:
     for name, truth in truths.items():
-        errors = relative_errors(steps(name, Grid(z=2, x=2), count), truth)
+        errors = relative_errors(steps(name, grid, count), truth)
         assert max(errors.values()) < BOUND, (name, errors)
-    history, average = trained(folder / "four", Grid(z=2, x=2), length)
+    history, average = trained(folder / "grid", grid, length)
     assert worst_difference(history, run[0]) < BOUND
     assert max(relative_errors(average, run[1]).values()) < BOUND
     if length == 3:
         return
     resumed, _ = trained(
-        folder / "on", Grid(y=2, x=2), length, resume_from_checkpoint=folder / "four" / "checkpoint-3"
+        folder / "on", Grid(y=2, x=2), length, resume_from_checkpoint=folder / "grid" / "checkpoint-3"
     )
     assert worst_difference(resumed, run[0]) < BOUND
 
@@ -106,10 +106,10 @@ def truths_of(names: Iterable[str], count: int) -> dict:
 def test_optimizers_over_a_grid_equal_one_process(tmp_path: Path) -> None:
     """A step: one by signs, of another package; one of whole matrices, which takes seconds. Trainer: three."""
     truths = truths_of(["Lion", "Muon"], 1)
-    run_ranks(_four, 4, tmp_path, truths, 1, trained(tmp_path / "one", None, 3), 3, timeout=400)
+    run_ranks(_on_grid, 2, tmp_path, Grid(x=2), truths, 1, trained(tmp_path / "one", None, 3), 3, timeout=400)
 
 
 @pytest.mark.slow
 def test_every_optimizer_over_a_grid_equals_one_process(tmp_path: Path) -> None:
-    truths = truths_of(OPTIMIZERS, 3)
-    run_ranks(_four, 4, tmp_path, truths, 3, trained(tmp_path / "one", None, 6), 6, timeout=400)
+    truths, grid = truths_of(OPTIMIZERS, 3), Grid(z=2, x=2)
+    run_ranks(_on_grid, 4, tmp_path, grid, truths, 3, trained(tmp_path / "one", None, 6), 6, timeout=400)

@@ -301,7 +301,7 @@ def on_a_full_disk(folder: Path, reaction: str, background: bool, history: list[
     return "\n".join(warned.texts)
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=SLOW), True], ids=["foreground", "background"])
 def test_a_full_disk_stops_training_or_not_as_configured(whole, tmp_path, background):
     run_ranks(on_a_full_disk, 2, tmp_path / "stop", "stop", background, whole[1])
     assert names(tmp_path / "stop") == ["checkpoint-1"]

@@ -66,6 +66,8 @@ CASES = {
 # On one grid, and slow.
 MORE = {"goldfish of experts": dict(kind="qwen3_moe", sizes=EXPERTS, packing=True)}
 FIRST, REST = list(CASES)[:3], list(CASES)[3:]
+QUICK = ["packed stock, answers only, dft", "experts with auxiliary loss", "a saved head beside LoRA"]
+OVER_CONTEXT = "padding-free goldfish"
 
 
 def run(output: Path, grid: Grid | None, case: str):
@@ -96,7 +98,7 @@ def truths(tmp_path_factory) -> Callable:
     return truth
 
 
-@pytest.mark.parametrize("cases", [REST, pytest.param(FIRST, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("cases", [[OVER_CONTEXT, *QUICK], pytest.param([*CASES], marks=pytest.mark.slow)], ids=len)
 def test_the_runs_are_worth_comparing(truths, cases):
     for case in cases:
         history, gradients, parameters = truths(case)
@@ -144,20 +146,24 @@ def test_four_ranks_equal_one_process(tmp_path, truths):
     check(tmp_path, truths, pairs)
 
 
+TWO = [Grid(x=2), Grid(z=2)]
+
+
 @pytest.mark.parametrize(
-    "grids",
+    ("grids", "cases"),
     [
-        [Grid(x=2), Grid(z=2)],
-        pytest.param([Grid(data=2, y=2), Grid(z=2, x=2), Grid(y=2, x=2)], marks=pytest.mark.slow),
+        (TWO, QUICK),
+        pytest.param(TWO, REST, marks=pytest.mark.slow),
+        pytest.param([Grid(data=2, y=2), Grid(z=2, x=2), Grid(y=2, x=2)], REST, marks=pytest.mark.slow),
     ],
-    ids=["two", "four"],
+    ids=["some on two", "two", "four"],
 )
-def test_every_mode_equals_one_process(tmp_path, truths, grids):
-    check(tmp_path, truths, [(grids[index % len(grids)], case) for index, case in enumerate(REST)])
+def test_every_mode_equals_one_process(tmp_path, truths, grids, cases):
+    check(tmp_path, truths, [(grids[index % len(grids)], case) for index, case in enumerate(cases)])
 
 
 def test_documents_of_rows_that_are_cut_equal_one_process(tmp_path, truths):
-    check(tmp_path, truths, [(Grid(z=2, context=2), "padding-free goldfish")])
+    check(tmp_path, truths, [(Grid(z=2, context=2), OVER_CONTEXT)])
 
 
 @pytest.mark.slow
@@ -189,6 +195,7 @@ def _no_head_travels(folder: Path) -> None:
     assert largest["all_reduce"] < head // 4
 
 
+@pytest.mark.slow  # test_preferences.py has it of DPO
 def test_the_head_is_never_gathered(tmp_path):
     run_ranks(_no_head_travels, 4, tmp_path)
 

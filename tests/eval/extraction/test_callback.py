@@ -20,7 +20,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import collate, make_trainer, token_data, training_options
 
 
-GRIDS = [Grid(x=2), Grid(z=2)]
+RUNS = [(Grid(x=2), True), (Grid(z=2), False)]  # a grid, and whether the trainer is the stock one
 
 
 def probe() -> list[Sample]:
@@ -65,10 +65,10 @@ def trained(output: Path, grid: Grid | None, *, stock: bool, measured: bool) -> 
     }
 
 
-def both(folder: Path) -> list[dict]:
-    """Either trainer on either grid of two ranks, with and without the callback."""
+def on_grids(folder: Path, wanted: list[tuple[Grid, bool]]) -> list[dict]:
+    """A trainer on a grid of two ranks, with and without the callback."""
     runs = []
-    for grid, stock in zip(GRIDS, (True, False), strict=True):
+    for grid, stock in wanted:
         pair = [trained(folder / f"{stock}{yes}", grid, stock=stock, measured=yes) for yes in (True, False)]
         runs.append({"measured": pair[0]["measured"], "equal": undisturbed(*pair), "stock": stock})
     return runs
@@ -96,8 +96,9 @@ def test_training_is_not_disturbed(alone, stock):
     assert [entry["step"] for entry in one["measured"]] == [0, 2]
 
 
-def test_two_ranks_measure_the_same_and_are_not_disturbed(alone, tmp_path):
-    ranks = run_ranks(both, 2, tmp_path)
+@pytest.mark.parametrize("wanted", [RUNS[:1], pytest.param(RUNS[1:], marks=pytest.mark.slow)], ids=["x=2", "z=2"])
+def test_two_ranks_measure_the_same_and_are_not_disturbed(alone, tmp_path, wanted):
+    ranks = run_ranks(on_grids, 2, tmp_path, wanted)
     for runs in ranks:
         for run in runs:
             assert run["equal"]

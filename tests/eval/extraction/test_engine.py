@@ -392,8 +392,8 @@ def test_what_rounding_decides_is_called_a_near_tie():
         assert all(result.near_tie and result.margin == 0 and not result.exact_match for result in results)
     # bfloat16: what another batch decides otherwise is a near tie, and not everything is
     low = family("qwen3").bfloat16()
-    questions = parting_samples(low, 30)
-    answers = [extract(low, None, questions, batch_size=size, progress=False, generate=False) for size in (1, 30)]
+    questions = parting_samples(low, 60)
+    answers = [extract(low, None, questions, batch_size=size, progress=False, generate=False) for size in (1, 60)]
     differing = [(one, other) for one, other in zip(*answers, strict=True) if one.exact_match != other.exact_match]
     assert all(one.near_tie or other.near_tie for one, other in differing)
     assert near_tie_below(low) == 0.5
