@@ -55,13 +55,12 @@ def runs(tmp_path_factory) -> list[tuple[dict, list[dict]]]:
     return found
 
 
+# Over z each strategy is quick in test_strategies_on_a_grid.py.
+OTHERS = (Grid(z=2), Grid(y=2), Grid(data=2), Grid(z=2, x=2))
+
+
 @pytest.mark.parametrize(
-    "grid",
-    [
-        *(Grid(x=2), Grid(z=2)),
-        *(pytest.param(grid, marks=pytest.mark.slow) for grid in (Grid(y=2), Grid(data=2), Grid(z=2, x=2))),
-    ],
-    ids=str,
+    "grid", [Grid(x=2), *(pytest.param(grid, marks=pytest.mark.slow) for grid in OTHERS)], ids=str
 )
 def test_goldfish_options(tmp_path, runs, grid):
     wrong = [
