@@ -308,13 +308,13 @@ def _own_parts(model: nn.Module, block: BlockPlan, state: ShardedModel) -> OwnPa
             if parameter is not None:
                 rows, _ = feature_slice(len(parameter), mesh, *heads.axes)
                 parts.setdefault(entry, {})[name] = operator.itemgetter(rows)
-        for path, dim in block.parts.items():
+        for path, cut in block.parts.items():
             owner, _, name = path.rpartition(".")
-            if dim is None:
+            if cut is None:
                 take: Callable = functools.partial(torch.div, other=mesh.size(*heads.axes))
             else:
-                rows, _ = feature_slice(model.get_parameter(path).shape[dim], mesh, *heads.axes)
-                take = functools.partial(torch.narrow, dim=dim, start=rows.start, length=rows.stop - rows.start)
+                rows, _ = feature_slice(model.get_parameter(path).shape[cut], mesh, *heads.axes)
+                take = functools.partial(torch.narrow, dim=cut, start=rows.start, length=rows.stop - rows.start)
             parts.setdefault(model.get_submodule(owner), {})[name] = take
         added = (name for name in block.added if entry._parameters.get(name) is not None)
         parts.setdefault(entry, {}).update(
