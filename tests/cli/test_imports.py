@@ -71,8 +71,10 @@ def place(tmp_path_factory):
     return place
 
 
-# Of two commands that come by the same imports one is quick.
+# Of commands that come by the same imports one is quick.
 SLOW = {
+    "hf-axonn-eval overlaps --documents documents.jsonl --tokenizer tokenizer --output o.json",
+    "hf-axonn-eval compare --runs a=run b=run",
     "hf-axonn --version",
     "hf-axonn init --yes --force --machine dgx-h100 --model gpt-5b",
     f"hf-axonn {PLAN} gpt-5b",

@@ -228,9 +228,17 @@ def place(tmp_path_factory):
     return place
 
 
+# Other options of a command that is quick without them.
+SLOW = {"plan --lora", "plan --sweep"} | {name for name in EVAL_COMMANDS if name.startswith("samples --")}
+
+
 @pytest.mark.parametrize(
     ("program", "command"),
-    [(main, command) for command in COMMANDS] + [(eval_main, command) for command in EVAL_COMMANDS],
+    [
+        pytest.param(program, command, marks=[pytest.mark.slow] if command in SLOW else [])
+        for program, commands in ((main, COMMANDS), (eval_main, EVAL_COMMANDS))
+        for command in commands
+    ],
     ids=[f"hf-axonn {name}" for name in COMMANDS] + [f"hf-axonn-eval {name}" for name in EVAL_COMMANDS],
 )
 def test_every_pair_of_options_is_answered(place, tmp_path, monkeypatch, capsys, program, command):

@@ -301,8 +301,8 @@ ROUNDED = {  # dtype of the weights, the narrowest one that is computed in, and 
 
 @pytest.mark.parametrize(
     "grids",
-    [[Grid(y=2, x=2)], pytest.param([Grid(data=2, z=2), Grid(z=2, x=2)], marks=pytest.mark.slow)],
-    ids=["y and x", "the other axes"],
+    [[Grid(x=2)], pytest.param([Grid(y=2, x=2), Grid(data=2, z=2), Grid(z=2, x=2)], marks=pytest.mark.slow)],
+    ids=["x", "two axes"],
 )
 def test_rounding_is_as_on_one_process(grids):
     """A grid adds in another order. Its distance from the float64 truth is that of one process, up to a small factor.
@@ -318,7 +318,7 @@ def test_rounding_is_as_on_one_process(grids):
         alone[name] = errors_of(case.truth(), exact_truth)
         assert 1e-8 < alone[name]["gradients"] < 0.2, name
         cases.append((case, exact_truth))
-    for errors in run_ranks(rounding_errors, 4, cases, grids):
+    for errors in run_ranks(rounding_errors, grids[0].size, cases, grids):
         assert len(errors) == len(ROUNDED) * len(grids)
         for (name, grid), ours in errors.items():
             assert ours["gradients"] <= 3 * alone[name]["gradients"], (name, grid)

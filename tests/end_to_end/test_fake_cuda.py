@@ -16,8 +16,8 @@ from tests.helpers import fake_cuda
 
 STEPS = "tests.end_to_end.fake_cuda_steps"
 # offload is by Accelerate, goldfish by a Trainer, default_device with dropout; the fault `host_read` evaluates.
-QUICK = ["llama", "mixtral-zero_bubble", "llama-keys", "llama-offload", "gpt2-default_device", "llama-goldfish"]
-SLOW = ["mixtral", "gpt2", "starcoder2", "gemma2", "olmo2", "phi3", "mamba", "qwen3_moe", "deepseek_v3"]
+QUICK = ["mixtral-zero_bubble", "llama-keys", "llama-offload", "gpt2-default_device", "llama-goldfish"]
+SLOW = ["llama", "mixtral", "gpt2", "starcoder2", "gemma2", "olmo2", "phi3", "mamba", "qwen3_moe", "deepseek_v3"]
 SLOW += ["llama-lora", "llama-fp16", "llama-evaluate"]
 SLOW += [
     "llama-reentrant",

@@ -220,24 +220,29 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_a_trace_names_layers_and_collectives(tmp_path):
-    run_ranks(_traced, 2, tmp_path)
+    run_ranks(_traced, 2, tmp_path, Grid(x=2), None)
     for rank in range(2):
-        names = names_in(tmp_path / "x" / "profile" / f"rank-{rank}.json.gz")
+        names = names_in(tmp_path / "profile" / f"rank-{rank}.json.gz")
         wanted = {"model.layers.0", "model.layers.1.mlp", "model.layers.0 backward", "model.layers.1 backward"}
         wanted |= {"wait: all_gather over x", "wait: reduce_scatter over x"}
         assert wanted <= names, names
         assert any(name.startswith("all_gather over x, 0.0 MiB") for name in names)
+
+
+@pytest.mark.slow
+def test_a_trace_of_a_pipeline_names_its_stage_and_what_is_sent(tmp_path):
+    run_ranks(_traced, 2, tmp_path, Grid(pipe=2), tmp_path / "pipe")
+    for rank in range(2):
         names = names_in(tmp_path / "pipe" / f"rank-{rank}.json.gz")
         assert {f"model.layers.{rank}", f"model.layers.{rank} backward", "wait: send over pipe"} <= names, names
 
 
-def _traced(folder: Path) -> None:
-    for grid, where in ((Grid(x=2), None), (Grid(pipe=2), folder / "pipe")):
-        callback = ProfilerCallback(where, wait=1, warmup=1, active=1)
-        trainer = make(folder / "x", grid, callback, MonitorCallback(), activation_checkpointing=where is None)
-        trainer.train()
-        assert not collectives._watches and len(collectives._observers) <= 1
-        assert not any(module._forward_pre_hooks for module in trainer.model.modules())
+def _traced(folder: Path, grid: Grid, where: Path | None) -> None:
+    callback = ProfilerCallback(where, wait=1, warmup=1, active=1)
+    trainer = make(folder, grid, callback, MonitorCallback(), activation_checkpointing=where is None)
+    trainer.train()
+    assert not collectives._watches and len(collectives._observers) <= 1
+    assert not any(module._forward_pre_hooks for module in trainer.model.modules())
 
 
 def test_a_training_that_is_too_short_for_the_profiler_says_so(tmp_path, caplog):

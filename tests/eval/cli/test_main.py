@@ -140,7 +140,7 @@ def test_a_message_cannot_act_on_the_terminal(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}/\\x1b[2J\\ud83d is not the output directory")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("utf-8", marks=pytest.mark.slow)])
 def test_what_a_terminal_cannot_show_is_escaped(tmp_path, encoding):
     """A name of bytes that are not UTF-8, and a terminal without it."""
     run = RunDirectory(tmp_path / "run")

@@ -156,7 +156,7 @@ def test_nasty_texts_are_shown_in_tables():
         check_tables(text)
 
 
-@fuzz(60)
+@fuzz(30)
 @given(text=TEXT)
 @example(text="` `")
 @example(text=" ")
@@ -171,7 +171,7 @@ def check_tables(text):
     assert shown.rstrip() in on_terminal(comparison)
 
 
-@fuzz(6)
+@fuzz(3)
 @given(text=TEXT)
 def test_any_text_is_drawn(text):
     comparison, runs = compared(text)
