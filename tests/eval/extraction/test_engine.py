@@ -188,7 +188,7 @@ QUICK += [(grid, number) for grid in ("plain2", "data2") for number in (1, 3)]
 @pytest.mark.parametrize(
     ("world", "count", "options", "left_out"),
     [
-        (2, 5, {"llama": OPTIONS, "gemma2": OPTIONS[:2]}, QUICK),
+        (2, 5, {"llama": OPTIONS}, QUICK),
         *(SLOW(world, 13, dict.fromkeys(("llama", "gemma2"), OPTIONS), []) for world in (2, 4)),
         *(SLOW(world, 7, {"qwen3_moe": OPTIONS}, WHOLE) for world in (2, 4)),  # whose tokens travel
     ],
