@@ -707,14 +707,7 @@ def _train(names: tuple[str, ...]) -> list[dict]:
     return [measure(each, torch.device("cpu")) for each in options]
 
 
-@pytest.mark.parametrize(
-    ("world", "names"),
-    [
-        (2, ("plain", "x=2")),
-        (1, ("LoRA plain", "LoRA one rank")),
-        pytest.param(2, ("plain", "FSDP2", "x=2"), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("world", "names"), [(2, ("plain", "FSDP2", "x=2")), (1, ("LoRA plain", "LoRA one rank"))])
 def test_contenders_train_alike(world, names):
     plain, *others = run_ranks(_train, world, names)[0]
     for found in others:

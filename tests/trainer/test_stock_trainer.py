@@ -340,7 +340,7 @@ def test_what_every_run_does_on_the_other_grids_of_two_ranks(folder, truth):
 
 
 def test_what_every_run_does_on_grids_of_two_ranks(folder, truth):
-    cases = {Grid(data=2): ["everything"], Grid(y=2): ["smoothed", "adafactor"]}
+    cases = {Grid(data=2): ["everything"], Grid(y=2): ["smoothed", "adafactor"], Grid(z=2, context=2): ["smoothed"]}
     assert_as_one_process(folder, truth, cases)
     history = truth["everything"]["history"]
     assert truth["everything"]["best"] == 3 and truth["everything"]["kept"] == ["checkpoint-3"]
