@@ -23,7 +23,7 @@ from typing_extensions import deprecated
 from hf_axonn_eval.analysis.estimates import ends
 from hf_axonn_eval.analysis.intervals import check_confidence, jackknife_interval, kish, number_documents
 from hf_axonn_eval.data.results import SampleResult
-from hf_axonn_eval.data.samples import Sample
+from hf_axonn_eval.data.samples import Sample, tokens_of
 
 
 DROPPED, SUPERVISED = "dropped", "supervised"
@@ -106,7 +106,7 @@ def token_masks(
         rows.clear()
 
     for sample in samples:
-        length = len(sample.prefix) + len(sample.suffix)
+        length = tokens_of(sample)
         if rows and (len(rows) == _ROWS or length != len(rows[0].prefix) + len(rows[0].suffix)):
             compute()
         place[sample.sample_id] = total

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from hf_axonn_eval.data.samples import Sample
+from hf_axonn_eval.data.samples import Sample, tokens_of
 
 
 _AT_ONCE = 256  # windows that are tokenized together
@@ -72,7 +72,7 @@ def suffix_spans(text: str, samples: Sequence[Sample], tokenizer: Any) -> list[S
         while numbers:
             windows = [samples[number] for number in numbers]
             starts = [first_character(sample) or 0 for sample in windows]
-            ends = [start + characters * _length(sample) for start, sample in zip(starts, windows, strict=True)]
+            ends = [start + characters * tokens_of(sample) for start, sample in zip(starts, windows, strict=True)]
             pieces = _tokenize(tokenizer, [text[start:end] for start, end in zip(starts, ends, strict=True)])
             left = []
             for number, sample, start, end, piece in zip(numbers, windows, starts, ends, pieces, strict=True):
@@ -91,10 +91,6 @@ def suffix_spans(text: str, samples: Sequence[Sample], tokenizer: Any) -> list[S
 def _tokenize(tokenizer: Any, texts: list[str]) -> list[_Text]:
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [_Text(*each) for each in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)]
-
-
-def _length(sample: Sample) -> int:
-    return len(sample.prefix) + len(sample.suffix)
 
 
 def _first_token(piece: _Text, sample: Sample, special: set[int]) -> int | None:
@@ -132,7 +128,7 @@ def _fits(piece: _Text, sample: Sample, first: int, special: set[int]) -> bool:
 def _span(piece: _Text, first: int, sample: Sample, special: set[int]) -> Span:
     """The span of a sample whose first token is put at the `first`-th of the piece."""
     last = len(piece.spans) - 1
-    middle, end = first + len(sample.prefix), min(first + _length(sample) - 1, last)
+    middle, end = first + len(sample.prefix), min(first + tokens_of(sample) - 1, last)
     start = piece.spans[min(first + _leading(sample, special), last)][0]
     begin = piece.spans[max(middle, 0)][0] if middle <= last else piece.spans[last][1]
     if 0 < middle <= last:

@@ -57,6 +57,11 @@ class Sample:
             object.__setattr__(self, name, tuple(ids))
 
 
+def tokens_of(sample: Sample) -> int:
+    """Return the number of tokens of prefix and suffix."""
+    return len(sample.prefix) + len(sample.suffix)
+
+
 class SampleFile(LineFile[Sample]):
     """Samples in a file, read when they are asked for. The full file is checked when it is opened.
 

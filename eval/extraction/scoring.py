@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_axonn import parallel_state
-from hf_axonn_eval.data.samples import Sample
+from hf_axonn_eval.data.samples import Sample, tokens_of
 from hf_axonn_eval.extraction.packed_weights import packed_weights
 from hf_axonn_eval.extraction.shared_rows import may_share, share_rows
 from hf_axonn_eval.extraction.work_split import WorkSplit
@@ -145,11 +145,6 @@ def _score_places(sampler: Sampler | None, logits: Tensor, targets: Tensor) -> t
     logprobs, choices, leads = score_tokens(logits, targets)
     drawn = () if sampler is None else (_sampled_logprobs(sampler, logits, targets),)
     return logprobs, choices, leads, token_ranks(logits, targets, leads), *drawn
-
-
-def tokens_of(sample: Sample) -> int:
-    """Return the number of tokens of prefix and suffix."""
-    return len(sample.prefix) + len(sample.suffix)
 
 
 def _before(row: Any, beyond: int, size: int) -> Any:

@@ -37,7 +37,6 @@ from hf_axonn.checkpoint.shard_files import (
     checksum_of,
     describe,
     file_name,
-    local_of,
     shards_to_write,
     write_shards,
 )
@@ -45,6 +44,7 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import first_problem
 from hf_axonn.distributed.mesh import grid_mesh
+from hf_axonn.engine.dtensors import local_of
 from hf_axonn.engine.stage_tensors import over_stages
 from hf_axonn.topology.grid import Grid
 

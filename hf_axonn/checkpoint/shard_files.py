@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_axonn.checkpoint.partition import Box, SavedTensor, Writers, box_at, overlap, shards_in
 from hf_axonn.compat.torch import grid_of
-from hf_axonn.engine.dtensors import local, mesh_slices, weight_dims
+from hf_axonn.engine.dtensors import local_of, mesh_slices, weight_dims
 from hf_axonn.topology.grid import WEIGHT_AXES, Grid
 
 
@@ -74,11 +74,6 @@ def describe(tensor: Tensor) -> SavedTensor:
 def byte_sizes(tensors: Mapping[str, SavedTensor]) -> dict[str, int]:
     """Return the bytes of each global tensor."""
     return {name: tensor.numel * DTYPES[tensor.dtype].itemsize for name, tensor in tensors.items()}
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, or the tensor itself, outside of the graph."""
-    return local(tensor).detach()
 
 
 def shards_of(tensors: Mapping[str, SavedTensor], writers: Writers, rank: int) -> dict[str, Box]:

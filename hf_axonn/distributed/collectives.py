@@ -124,7 +124,8 @@ class _Work:
         self._sent = ()
 
 
-def _world() -> ProcessGroup:
+def world_group() -> ProcessGroup:
+    """Return the group of all ranks, which exists once torch.distributed is initialized."""
     assert dist.group.WORLD is not None, "torch.distributed is not initialized"
     return dist.group.WORLD
 
@@ -325,7 +326,7 @@ def swap(value: Tensor, peer: int, group: ProcessGroup) -> Tensor:
 def broadcast_(value: Tensor) -> Tensor:
     """Overwrite `value` with that of rank 0 of the world and return it. One broadcast over the world."""
     if _observers:
-        _report("broadcast", value.nbytes, _world())
+        _report("broadcast", value.nbytes, world_group())
     dist.broadcast(value, src=0)
     return value
 
@@ -338,7 +339,7 @@ def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup | None = None) 
     Collectives: broadcasts over the group. Small tensors share one, up to FUSED_BYTES: a message for each parameter
         would make the start of a model with thousands of them wait for as many latencies.
     """
-    group = _world() if group is None else group
+    group = world_group() if group is None else group
     if group.size() == 1:
         return
     fused = []
@@ -382,7 +383,7 @@ def barrier() -> None:
     if backend_of() == "gloo":
         options = dist.BarrierOptions()
         options.timeout = FOREVER
-        _world().barrier(options).wait()
+        world_group().barrier(options).wait()
     else:
         meet()
         dist.barrier()

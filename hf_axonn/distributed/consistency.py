@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hf_axonn.distributed.collectives import barrier, gather_quietly, reduce_quietly
+from hf_axonn.distributed.collectives import barrier, gather_quietly, reduce_quietly, world_group
 from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
 
 
@@ -44,13 +44,6 @@ OWN_PREFIXES = ("hub_", "dataloader_num", "dataloader_prefetch", "dataloader_pin
 PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
 
 
-def _world() -> ProcessGroup:
-    """Return the group of all ranks, which torch types as one that may not be there."""
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def gather_texts(text: str, device: torch.device | str, group: ProcessGroup | None = None) -> list[str]:
     """Return the texts of all ranks of a group (default: the world), by rank; `device` is this rank's.
 
@@ -58,7 +51,7 @@ def gather_texts(text: str, device: torch.device | str, group: ProcessGroup | No
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [text]
-    group = group or _world()
+    group = group or world_group()
     content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0).byte()
     lengths = gather_quietly(torch.tensor([len(content)], device=device), group).flatten().tolist()
     if not any(lengths):
@@ -90,7 +83,7 @@ def first_problem(problem: str, device: torch.device) -> str:
     barrier()
     if dist.is_initialized():
         failed = torch.tensor([bool(problem)], dtype=torch.int32, device=device)
-        if not reduce_quietly(failed, _world(), op="max").item():
+        if not reduce_quietly(failed, world_group(), op="max").item():
             return ""
     problems = gather_texts(problem, device)
     named = [f"rank {rank}: {text}" if len(problems) > 1 else text for rank, text in enumerate(problems) if text]
@@ -153,7 +146,7 @@ def assert_same_on_all_ranks(facts: Mapping[str, object], device: torch.device |
         return
     text = json.dumps({name: str(value) for name, value in facts.items()})
     number = torch.tensor([digest_number(text)], device=device)
-    if len(gather_quietly(number, _world()).unique()) == 1:
+    if len(gather_quietly(number, world_group()).unique()) == 1:
         return
     found = differences(list(map(json.loads, gather_texts(text, device))))
     more = f"; and {len(found) - REPORTED} more" if len(found) > REPORTED else ""

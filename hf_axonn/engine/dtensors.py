@@ -115,6 +115,11 @@ def local(tensor: Tensor) -> Tensor:
     return shard_of_parameter(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, or the tensor itself, outside of the graph. No communication."""
+    return local(tensor).detach()
+
+
 def shard_of_parameter(
     parameter: DTensor,
     view: Callable[[Tensor], Tensor] | None = None,

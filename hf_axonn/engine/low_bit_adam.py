@@ -62,7 +62,7 @@ def in_float32(state: dict[str, Any]) -> dict[str, Any]:
     state = state.get(NESTED, {}) | {key: value for key, value in state.items() if key != NESTED}
     if not state.keys() >= MOMENTS.keys():
         return state
-    moments = moments_of({key: _shard(value) for key, value in state.items()})
+    moments = moments_of({key: shard_or_value(value) for key, value in state.items()})
     for key, name in MOMENTS.items():
         if isinstance(state[key], DTensor):
             moments[name] = like_dtensor(moments[name], placement_of(state[key]))
@@ -85,8 +85,8 @@ def quantize_moments(optimizer: Optimizer) -> None:
             continue
         if entries.keys() == FLOAT32:
             optimizer.state.pop(parameter)
-            moments = {name: _shard(value) for name, value in entries.items()}
-            state = state_of(optimizer, _shard(parameter), place, moments)
+            moments = {name: shard_or_value(value) for name, value in entries.items()}
+            state = state_of(optimizer, shard_or_value(parameter), place, moments)
             if isinstance(parameter, DTensor):
                 state |= {key: like_dtensor(state[key], placement_of(parameter)) for key in MOMENTS}
             optimizer.state[parameter] = state
@@ -109,10 +109,11 @@ def empty_moments(parameter: Tensor) -> dict[str, Tensor]:
     """Return room for what a checkpoint holds of a parameter: moments in float32, in host memory."""
     moments = {"step": torch.zeros(())}
     for name in MOMENTS.values():
-        room = torch.zeros(_shard(parameter).shape)
+        room = torch.zeros(shard_or_value(parameter).shape)
         moments[name] = like_dtensor(room, placement_of(parameter)) if isinstance(parameter, DTensor) else room
     return moments
 
 
-def _shard(value: Any) -> Any:
+def shard_or_value(value: Any) -> Any:
+    """Return this rank's part of a DTensor, and any other value itself. No communication."""
     return shard_in(value) if isinstance(value, DTensor) else value

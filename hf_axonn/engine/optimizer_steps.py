@@ -37,7 +37,7 @@ from hf_axonn.compat import low_bit_adam
 from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.torch import around_step, like_dtensor, placement_of, shard_in
 from hf_axonn.engine.host_moments import HostMoments, is_moment, to_host
-from hf_axonn.engine.low_bit_adam import places_of, quantize_moments, refuse_low_bit
+from hf_axonn.engine.low_bit_adam import places_of, quantize_moments, refuse_low_bit, shard_or_value
 from hf_axonn.engine.muon import find_mesh, orthogonalize_once
 
 
@@ -124,7 +124,7 @@ def _send_home(optimizer: Optimizer) -> None:
     for parameter, entries in optimizer.state.items():
         for name, value in entries.items():
             if is_moment(name, value, parameter) and value.device.type != "cpu":
-                home = to_host(_shard(value)).copy_(_shard(value))
+                home = to_host(shard_or_value(value)).copy_(shard_or_value(value))
                 entries[name] = like_dtensor(home, placement_of(value)) if isinstance(value, DTensor) else home
 
 
@@ -144,7 +144,7 @@ def shards_of(optimizer: Optimizer) -> Iterator[None]:
     inside: defaultdict[Any, dict] = defaultdict(dict)
     for key, entries in state.items():
         if key in shards:
-            entries = {name: _shard(value) for name, value in entries.items()}
+            entries = {name: shard_or_value(value) for name, value in entries.items()}
         inside[shards.get(key, key)] = entries
     optimizer.state = inside
     try:
@@ -198,13 +198,9 @@ def _shards(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     return found
 
 
-def _shard(value: Any) -> Any:
-    return shard_in(value) if isinstance(value, DTensor) else value
-
-
 def _take_back(entries: dict, inside: dict, parameter: DTensor, shard: Tensor) -> None:
     """Put the state that a step has left of a shard into that of its parameter."""
     for name, value in inside.items():
-        if _shard(entries.get(name)) is value:
+        if shard_or_value(entries.get(name)) is value:
             continue
         entries[name] = like_dtensor(value, placement_of(parameter)) if is_moment(name, value, shard) else value

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_axonn.distributed.collectives import exchange, reduce_, start_all_gather, start_reduce_scatter
+from hf_axonn.distributed.collectives import exchange, reduce_, start_all_gather, start_reduce_scatter, world_group
 from hf_axonn.planner.machine import machine_from_mapping, peak_tflops
 from hf_axonn.planner.time.compute import ATTENTION_BACKWARD
-from hf_axonn.profiling.timings import UNMEASURED, Line, Timings, world_group
+from hf_axonn.profiling.timings import UNMEASURED, Line, Timings
 from hf_axonn.topology.grid import divisors
 
 

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
-from hf_axonn.distributed.collectives import barrier, reduce_
+from hf_axonn.distributed.collectives import barrier, reduce_, world_group
 
 
 # Seconds that a timing lasts at least, by repeating what is short: processes that share cores take turns of some
@@ -23,13 +21,6 @@ from hf_axonn.distributed.collectives import barrier, reduce_
 LONG = 0.1
 MOST_REPEATS = 10_000
 UNMEASURED = 1e-6  # seconds of what is too short for the clock
-
-
-def world_group() -> ProcessGroup:
-    """The group of all ranks, which exists once torch.distributed is initialized."""
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def slowest(value: float, device: torch.device) -> float:

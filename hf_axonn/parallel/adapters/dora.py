@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import reduce_
-from hf_axonn.engine.dtensors import local, local_slices
+from hf_axonn.engine.dtensors import local_of, local_slices
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
@@ -58,11 +58,6 @@ class ShardPlace:
         return (product * scaling).to(b.dtype)
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, outside of the graph."""
-    return local(tensor).detach()
-
-
 def row_norms(block: Tensor, place: ShardPlace, state: ParallelState) -> Tensor:
     """The norms [N] of all rows of a matrix [N, K] of which this rank has `block`. Two all-reduces of [N], over (x, y)
     and z; no gradient."""
@@ -85,14 +80,14 @@ class Dora:
 
     def norms(self, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
         """[N] of W + scaling * B @ A."""
-        weight = plain(self.base.weight)
+        weight = local_of(self.base.weight)
         weight = weight.t() if self.place.transposed else weight
-        delta = self.place.delta(plain(a), plain(b), scaling)
+        delta = self.place.delta(local_of(a), local_of(b), scaling)
         return row_norms(weight.to(dtype) + delta.to(dtype), self.place, self.state).to(dtype)
 
     def measure(self, a: Tensor, b: Tensor, scaling: float) -> None:
         """Set the magnitude to what the norms are now, as for a new adapter."""
-        own = plain(self.magnitude.weight)
+        own = local_of(self.magnitude.weight)
         own.copy_(self.norms(a, b, scaling, own.dtype))
 
     def _linear(self, _original: Callable, x: Tensor, *, lora_A, lora_B, scaling, base_layer, base_result=None, **_):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import reduce_
-from hf_axonn.engine.dtensors import local_slices
+from hf_axonn.engine.dtensors import local_of, local_slices
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, replaced
-from hf_axonn.parallel.adapters.dora import ShardPlace, plain
+from hf_axonn.parallel.adapters.dora import ShardPlace
 from hf_axonn.parallel.adapters.lora import pair_of
 from hf_axonn.parallel.adapters.parameter_lora import factors
 
@@ -31,7 +31,7 @@ def merge_for_a_while(layers: Sequence[Any]) -> Iterator[None]:
     """
     layers = [layer for layer in layers if not layer.merged]
     bases = {layer.get_base_layer() for layer in layers}
-    own = [plain(parameter) for base in bases for parameter in base._parameters.values() if parameter is not None]
+    own = [local_of(parameter) for base in bases for parameter in base._parameters.values() if parameter is not None]
     copies = [shard.clone() for shard in own]
     try:
         for layer in layers:
@@ -62,7 +62,7 @@ class Merging:
 
     def _delta(self, adapter: str) -> Tensor:
         """This rank's shard of what an adapter adds to the weight, as the weight is stored."""
-        a, b = (plain(part) for part in pair_of(self.layer, adapter))
+        a, b = (local_of(part) for part in pair_of(self.layer, adapter))
         delta = self.place.delta(a, b, self.layer.scaling[adapter])
         return delta.t() if self.place.transposed else delta
 
@@ -98,9 +98,9 @@ class Merging:
         """Let PEFT find plain tensors inside; what it does to weight and bias stays, unless there is an error."""
         layer, base = self.layer, self.base
         own = {name: base._parameters[name] for name in self._list_merged()}
-        others = [(part, "bias", plain(part.bias)) for part in layer.lora_B.values() if part.bias is not None]
+        others = [(part, "bias", local_of(part.bias)) for part in layer.lora_B.values() if part.bias is not None]
         for magnitude in (layer.lora_magnitude_vector or {}).values():
-            others.append((magnitude, "weight", plain(magnitude.weight)[self.place.rows]))
+            others.append((magnitude, "weight", local_of(magnitude.weight)[self.place.rows]))
         merged = list(layer.merged_adapters)
         with contextlib.ExitStack() as stack:
             self._open = True
@@ -110,7 +110,7 @@ class Merging:
                 stack.enter_context(replaced(module._parameters, {name: shown}))
             # Copies, so that an error leaves the weight as it was.
             copies = {
-                name: nn.Parameter(plain(parameter).clone(), requires_grad=False) for name, parameter in own.items()
+                name: nn.Parameter(local_of(parameter).clone(), requires_grad=False) for name, parameter in own.items()
             }
             stack.enter_context(replaced(base._parameters, copies))
             try:
@@ -119,7 +119,7 @@ class Merging:
                 layer.merged_adapters = merged
                 raise
             for name, parameter in own.items():
-                plain(parameter).copy_(base._parameters[name].detach())
+                local_of(parameter).copy_(base._parameters[name].detach())
 
 
 class ParameterMerging(Merging):
@@ -130,7 +130,7 @@ class ParameterMerging(Merging):
         self.slices = local_slices(parameter.shape, parameter.placements, self.state.grid_mesh)
 
     def _delta(self, adapter: str) -> Tensor:
-        a, b = (plain(part) for part in pair_of(self.layer, adapter))
+        a, b = (local_of(part) for part in pair_of(self.layer, adapter))
         *experts, rows, cols = self.slices
         left, right = factors(self.layer, a, b, experts[0] if experts else slice(None))
         delta = torch.bmm(left[:, rows], right[:, :, cols]) * self.layer.scaling[adapter]
