@@ -1,9 +1,10 @@
-"""Replace attributes, as of other libraries, for the time of a `with`."""
+"""Replace attributes, as of other libraries, for the time of a `with`, and wrap methods."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -21,3 +22,13 @@ def replace_attributes(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
                 setattr(owner, name, before[owner, name])
             else:
                 delattr(owner, name)
+
+
+def around_method(original: Callable, wrapper: Callable) -> Callable:
+    """Return a method with the name and signature of `original` that calls `wrapper(self, original of self, ...)`."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, functools.partial(original, self), *args, **kwargs)
+
+    return method

@@ -21,7 +21,7 @@ from torch import nn
 from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.post_import import after_import
-from hf_axonn.compat.replaced import replace_attributes
+from hf_axonn.compat.replaced import around_method, replace_attributes
 from hf_axonn.compat.transformers import compute_where_launched, pass_on_ddp_timeout
 from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_ranks
 from hf_axonn.distributed.mesh import SAME_SAMPLES
@@ -80,7 +80,7 @@ def _wrap(trainer_class: type, wrappers: Iterable[Callable]) -> None:
     methods = {wrapper.__name__: getattr(trainer_class, wrapper.__name__) for wrapper in wrappers}
     for wrapper in wrappers:  # some methods have two, the later one around the earlier
         original = methods[wrapper.__name__]
-        methods[wrapper.__name__] = functools.wraps(original)(_bound(wrapper, original))
+        methods[wrapper.__name__] = around_method(original, wrapper)
     for name, method in methods.items():
         setattr(trainer_class, name, method)
     trainer_class.axonn_wrapped = True
@@ -102,13 +102,6 @@ def _install_functions() -> None:
 
 def _get_model_param_count(original: Callable, model: nn.Module, trainable_only: bool = False) -> int:
     return num_parameters(model, trainable_only) if parallel_state(model) else original(model, trainable_only)
-
-
-def _bound(wrapper: Callable, original: Callable) -> Callable:
-    def method(self, *args, **kwargs):
-        return wrapper(self, functools.partial(original, self), *args, **kwargs)
-
-    return method
 
 
 def _plugin(trainer):

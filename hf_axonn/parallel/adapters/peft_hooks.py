@@ -7,7 +7,6 @@ that is not sharded each calls PEFT's own and nothing else. Checked with peft 0.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from torch import nn
 
 from hf_axonn.checkpoint.adapter_files import full_tensors
 from hf_axonn.compat.peft import after_peft, let_load_state_dict_shard, sized_by_full_weights
-from hf_axonn.compat.replaced import replace_attributes
+from hf_axonn.compat.replaced import around_method, replace_attributes
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.engine.linears import is_conv1d
@@ -53,15 +52,7 @@ def _install() -> None:
     originals = [(owner, wrapper, getattr(owner, wrapper.__name__)) for owner, wrapper in wrappers]
     let_load_state_dict_shard()
     for owner, wrapper, original in originals:
-        setattr(owner, wrapper.__name__, _method(wrapper, original))
-
-
-def _method(wrapper: Callable, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def method(self, *args, **kwargs):
-        return wrapper(self, functools.partial(original, self), *args, **kwargs)
-
-    return method
+        setattr(owner, wrapper.__name__, around_method(original, wrapper))
 
 
 def sharded_parts(model: nn.Module) -> list[tuple[nn.Module, ShardedModel]]:
