@@ -229,7 +229,7 @@ def _read_plan(plan: LaunchPlan) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in ("ranks", "positions", "fsdp", "loading")}
 
 
-def make_script_job(folder: Path, plan: LaunchPlan, *, steps: int, script: Sequence[str], seed: int = 0) -> Job:
+def make_script_job(folder: Path, plan: LaunchPlan, *, steps: int, script: Sequence[str]) -> Job:
     """Make the job of a launch file and of a user's script with its arguments.
 
     Raises:
@@ -243,7 +243,6 @@ def make_script_job(folder: Path, plan: LaunchPlan, *, steps: int, script: Seque
         **_read_plan(plan),
         steps=steps,
         vocabulary=0,
-        seed=seed,
         cases=[("script", path.name)],
         script=[str(path.resolve()), *script[1:]],
         layers=max(2, plan.stages),

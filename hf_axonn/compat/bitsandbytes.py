@@ -124,10 +124,10 @@ def dequantize(
     return dequantize_4bit(codes.view(-1, 1), state).to(dtype)
 
 
-def scales_in_8_bits(scales: Tensor, second_block: int = 256) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+def scales_in_8_bits(scales: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """All float32 scales of a weight -> (uint8, (scale of each block of them, levels, offset)), by its own rule."""
     from bitsandbytes.functional import quantize_blockwise
 
     offset = scales.mean()
-    levels, state = quantize_blockwise(scales - offset, blocksize=second_block)
+    levels, state = quantize_blockwise(scales - offset, blocksize=Parts.second_block)
     return levels, (state.absmax, state.code, offset)

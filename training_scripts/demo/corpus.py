@@ -45,7 +45,6 @@ def build_corpus(
     held_out: int = 16,
     batch_size: int = 8,
     seed: int = 0,
-    buckets: Mapping[int, int] = BUCKETS,
 ) -> Corpus:
     """Deal articles to buckets and lay out the training run.
 
@@ -56,7 +55,6 @@ def build_corpus(
         held_out: articles kept for the held-out loss, beside bucket 0.
         batch_size: articles in one optimizer step, over all ranks.
         seed: decides which article is in which bucket, and the order of training.
-        buckets: repetitions -> number of articles.
     Raises:
         ValueError: too few articles are long enough, or the repetitions do not fill whole batches.
     """
@@ -66,7 +64,7 @@ def build_corpus(
         for title, text in texts.items()
     }
     titles = [title for title, passage in ids.items() if len(passage) == length]
-    needed = sum(buckets.values()) + held_out
+    needed = sum(BUCKETS.values()) + held_out
     if len(titles) < needed:
         raise ValueError(
             f"{needed} articles of at least {length} tokens are needed, {len(titles)} of {len(texts)} are as long: "
@@ -74,7 +72,7 @@ def build_corpus(
         )
     random.Random(seed).shuffle(titles)
     bucket_of: dict[str, int] = {}
-    for repetitions, count in buckets.items():
+    for repetitions, count in BUCKETS.items():
         for title in titles[len(bucket_of) :][:count]:
             bucket_of[title] = repetitions
     chosen = titles[:needed]

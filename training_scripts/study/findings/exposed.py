@@ -19,7 +19,7 @@ UNSEEN_EXPOSURE = 1 / log(2)  # bits, on average, of a canary that was not inser
 
 
 def membership(
-    results: Iterable[SampleResult], base: Iterable[SampleResult] | None = None, *, confidence: float = 0.95
+    results: Iterable[SampleResult], base: Iterable[SampleResult] | None = None
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Measure how well scores tell passages that were trained on from those of bucket 0.
 
@@ -30,7 +30,6 @@ def membership(
     Args:
         results: of a run; `document_id` is the article.
         base: of the model before the run on the same passages, for the score `reference`; buckets do not matter.
-        confidence: of the intervals.
     Returns:
         By bucket as text, and `trained` for all but 0 if these are several, and by score (those of the results, higher
         for members; where some have none `loss` alone, the mean log-probability of a suffix token; and `reference`,
@@ -60,7 +59,7 @@ def membership(
     columns = {name: np.array([own[name] for own in scores]) for name in scores[0]}
     return {
         group: {
-            name: _auc(column[chosen], column[buckets == 0], articles[chosen], articles[buckets == 0], confidence)
+            name: _auc(column[chosen], column[buckets == 0], articles[chosen], articles[buckets == 0])
             for name, column in columns.items()
         }
         for group, chosen in groups.items()
@@ -102,9 +101,7 @@ def _scores(result: SampleResult, full: bool) -> dict[str, float]:
     return {"loss": result.logprob / result.suffix_length}
 
 
-def _auc(
-    members: np.ndarray, controls: np.ndarray, of_members: np.ndarray, of_controls: np.ndarray, confidence: float
-) -> dict[str, Any]:
+def _auc(members: np.ndarray, controls: np.ndarray, of_members: np.ndarray, of_controls: np.ndarray) -> dict[str, Any]:
     area = auc(members, controls)
     count = int(max(of_members.max(), of_controls.max())) + 1
     sums, groups, variance = [], [], 0.0
@@ -121,7 +118,7 @@ def _auc(
     low = high = None
     if all((group > 0).sum() > 1 for group in groups):
         trials = min(kish(group[group > 0]) for group in groups)
-        low, high = auc_interval(area, max(variance, 0.0), trials, confidence=confidence)
+        low, high = auc_interval(area, max(variance, 0.0), trials)
     return {
         "auc": {"value": area, "low": low, "high": high},
         "members": len(members),
