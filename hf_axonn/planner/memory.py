@@ -53,10 +53,7 @@ RESERVE = 0.1  # share of a GPU's memory that a plan leaves free: an assumption
 FOREIGN_BYTES = 2**25  # layers/moe.py: up to so much a GPU takes pairs of other ranks' experts along, in bf16
 ADAPTER_BYTES = 4  # of an element of LoRA: PEFT makes adapters in float32
 MOMENT_BUCKET = 2**27  # bytes, as in engine/host_moments.py
-LOW_BIT_BLOCK, LOW_BIT_SIZE = (
-    256,
-    4096,
-)  # of bitsandbytes: values that share a scale, and the fewest that are quantized
+LOW_BIT_BLOCK, LOW_BIT_SIZE = 256, 4096  # of bitsandbytes: values that share a scale, and the fewest quantized
 ORIGIN = {"data": 0, "z": 0, "y": 0, "x": 0}  # rank 0 holds the longest shards
 
 

@@ -47,11 +47,14 @@ class Stage:
     places: list[nn.Module]
 
 
+@dataclass(eq=False)
 class Stages:
     """The stages of this rank.
 
-    Attributes:
+    Args:
+        state: of the model.
         decoder: the module that has the list of layers.
+        layers: that list.
         own: this rank's, in order.
         total: the number of all stages.
         hidden: H.
@@ -61,28 +64,16 @@ class Stages:
         tied: the embedding, where this rank has the first or the last stage, which both have its weight.
     """
 
-    def __init__(
-        self,
-        state: ParallelState,
-        decoder: nn.Module,
-        layers: nn.ModuleList,
-        own: list[Stage],
-        total: int,
-        *,
-        hidden: int,
-        vocabulary: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self.state = state
-        self.decoder = decoder
-        self.own = own
-        self.total = total
-        self.hidden = hidden
-        self.vocabulary = vocabulary
-        self.dtype = dtype
-        self.drops = False
-        self.tied: nn.Module | None = None
-        self._layers = layers
+    state: ParallelState
+    decoder: nn.Module
+    layers: nn.ModuleList
+    own: list[Stage]
+    total: int
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype
+    drops: bool = False
+    tied: nn.Module | None = None
 
     def take_dtype(self, dtype: torch.dtype) -> None:
         """Have hidden states of the dtype that the embedding has now."""
@@ -99,7 +90,7 @@ class Stages:
             received: what the stage before has sent (`outlines`); nothing in the first.
             seed: of what is dropped inside, one of `seeds`.
         """
-        context, modules = self.state.context, self._layers._modules
+        context, modules = self.state.context, self.layers._modules
         before = dict(modules)
         modules.update(zip(before, stage.places, strict=True))
         stream, routing = (*received, None, None)[:2]
