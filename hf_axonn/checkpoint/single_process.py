@@ -25,6 +25,7 @@ from hf_axonn.checkpoint.torch_folders import (
     name_unread,
     read_torch_folder,
 )
+from hf_axonn.compat.torch import lie_as
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import local, local_slices, shard_of
 from hf_axonn.engine.low_bit_adam import in_float32
@@ -213,15 +214,7 @@ def _like(value: object, parameter: Tensor, mesh: GridMesh) -> object:
 
 def _moment(shard: Tensor, parameter: DTensor) -> DTensor:
     """Return this rank's part of a moment as a DTensor that lies as its parameter does."""
-    shard = shard.to(parameter.to_local().device)
-    return DTensor.from_local(
-        shard.contiguous(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return lie_as(shard.to(parameter.to_local().device).contiguous(), parameter)
 
 
 def _mesh_of(model: nn.Module) -> GridMesh:

@@ -156,6 +156,12 @@ def like_dtensor(shard: torch.Tensor, placement: object) -> DTensor:
     return DTensor(shard, placement, requires_grad=False)
 
 
+def lie_as(shard: torch.Tensor, other: DTensor) -> DTensor:
+    """Return the tensor, of any dtype, of which this rank has `shard`, and which lies as `other` does."""
+    mesh, placements, shape = other.device_mesh, other.placements, other.shape
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=other.stride())
+
+
 def as_parameter(tensor: DTensor, requires_grad: bool) -> torch.nn.Parameter:
     """Return a DTensor that is in no graph as a parameter, in the same memory.
 
@@ -173,15 +179,7 @@ def follow_dtype(parameter: DTensor) -> None:
     the other.
     """
     if parameter._local_tensor.dtype != parameter.dtype:
-        cast = parameter._local_tensor.detach().to(parameter.dtype)
-        new = DTensor.from_local(
-            cast,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        new = lie_as(parameter._local_tensor.detach().to(parameter.dtype), parameter)
         parameter._local_tensor, parameter._spec = new._local_tensor, new._spec
 
 

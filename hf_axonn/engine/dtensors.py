@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hf_axonn.compat.torch import as_parameter, grid_of, like_dtensor, placement_of, shard_in
+from hf_axonn.compat.torch import as_parameter, grid_of, lie_as, like_dtensor, placement_of, shard_in
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.topology.grid import WEIGHT_AXES, Grid, GridPosition
 from hf_axonn.topology.local_slices import slices_at
@@ -78,9 +78,8 @@ def distribute_parameter(parameter: nn.Parameter, placements: Sequence[Placement
     shard = shard_of(full, placements, mesh)
     if any(isinstance(placement, Shard) for placement in placements):
         shard = shard.clone(memory_format=torch.contiguous_format)
-    tensor = DTensor.from_local(
-        shard, mesh.storage_mesh, placements, run_check=False, shape=full.shape, stride=_strides(full)
-    )
+    stride = torch.empty(full.shape, device="meta").stride()
+    tensor = DTensor.from_local(shard, mesh.storage_mesh, placements, run_check=False, shape=full.shape, stride=stride)
     sharded = as_parameter(tensor, parameter.requires_grad)
     sharded.__dict__.update(parameter.__dict__)
     parameter.sharded_as = sharded  # for an optimizer that was made on it
@@ -94,13 +93,7 @@ def take_shards(model: nn.Module, state_dict: dict, prefix: str, *_) -> None:
         own = parameters.get(key.removeprefix(prefix)) if key.startswith(prefix) else None
         if isinstance(own, DTensor) and not isinstance(value, DTensor) and own.shape == value.shape:
             shard = shard_of(value, own.placements, model.axonn.grid_mesh).clone(memory_format=torch.contiguous_format)
-            state_dict[key] = DTensor.from_local(
-                shard, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
-            )
-
-
-def _strides(full: Tensor) -> tuple[int, ...]:
-    return torch.empty(full.shape, device="meta").stride()
+            state_dict[key] = lie_as(shard, own)
 
 
 def shard_placements(kind: WeightKind, grid: Grid, *, transposed: bool = False) -> list[Placement]:
