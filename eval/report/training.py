@@ -50,7 +50,7 @@ def models(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         if run is not None:
             tokenizer = (run.get("tokenizer") or {}).get("sha256") or run["identity"].get("tokenizer_sha256")
             path = (run.get("model") or {}).get("path", "a model in memory")
-            cells = [str(path), access_of(run), _date(run)]
+            cells = [str(path), access_of(run), str(run.get("started") or UNKNOWN).partition("T")[0]]
             digests = [tokenizer or UNKNOWN, str(run["identity"].get("model_fingerprint", UNKNOWN))]
             digests = [UNKNOWN if digest.startswith(UNKNOWN) else digest[:SHORT] for digest in digests]
             body.append([name, *cells, *digests])
@@ -68,7 +68,3 @@ def records(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             digest = (data.get("rows_sha256") or "")[:SHORT] or f"{UNKNOWN}: {data.get('why', 'no record')}"
             body.append([name, str(number), describe_loss(part), *describe_counts(part), rows, digest])
     return ["model", "part", "loss", "steps", "tokens", "dropped", "rows", "rows, sha256"], body
-
-
-def _date(run: Mapping[str, Any]) -> str:
-    return str(run.get("started") or UNKNOWN).partition("T")[0]

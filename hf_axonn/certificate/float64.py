@@ -36,7 +36,9 @@ class Float64(TorchFunctionMode):
             args = tuple(torch.float64 if is_small_float(arg) else arg for arg in args)
             if is_small_float(kwargs.get("dtype")):
                 kwargs["dtype"] = torch.float64
-        elif is_small_float(kwargs.get("dtype")) and any(_is_float64(arg) for arg in args):
+        elif is_small_float(kwargs.get("dtype")) and any(
+            isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args
+        ):
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
@@ -120,10 +122,6 @@ class ExactLogProbs:
 def is_small_float(value: object) -> bool:
     """Return whether it is a float dtype below float64; False for a tensor, which torch would compare with a dtype."""
     return isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _is_float64(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float64
 
 
 def error_floor(truth: Iterable[Tensor]) -> Tensor:

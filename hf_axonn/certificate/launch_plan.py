@@ -15,7 +15,7 @@ from typing import Any
 from hf_axonn.certificate.deepspeed import Zero, read_zero
 from hf_axonn.launch.command import read_launch_file
 from hf_axonn.launch.launch_file import SECTION, check_spelling, core_count, resolve
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import Grid, divisors
 
 
 MOST_RANKS = 8  # on few cores; on more, as many
@@ -91,13 +91,8 @@ def read_launch_plan(path: Path, dtype: str = "float64") -> LaunchPlan:
         raise ValueError(f"{path}: {problem}") from None
 
 
-def most_ranks() -> int:
-    """Return the largest number of processes of small models that may be started here."""
-    return max(MOST_RANKS, core_count())
-
-
 def _check_ranks(ranks: int, smaller: Callable[[int], str]) -> None:
-    most = most_ranks()
+    most = max(MOST_RANKS, core_count())
     if ranks > most:
         raise ValueError(f"it starts {ranks} processes, and on this machine {most} may be started: {smaller(most)}.")
 
@@ -167,7 +162,8 @@ def _plan_stock(settings: dict[str, Any], notes: list[str], dtype: str) -> Launc
     if fsdp and version != 2:
         raise ValueError("fsdp_version is 1, whose parameters have no names of their own: write fsdp_version: 2.")
     tensor, replicas = sizes["tp_size"], sizes["dp_replicate_size"]
-    _check_ranks(ranks, lambda most: f"certify it with num_processes: {_largest_divisor(ranks, most)}")
+    fewer = divisors(ranks)
+    _check_ranks(ranks, lambda most: f"certify it with num_processes: {max(n for n in fewer if n <= most)}")
     if kind == "DEEPSPEED":
         return _plan_deepspeed(settings, notes, dtype, ranks)
     positions = ranks // tensor
@@ -239,10 +235,6 @@ def _parallelism(section: Mapping[str, Any]) -> dict[str, int]:
         if sizes[name] > 1:
             raise ValueError(f"{PREFIX}{name} is {sizes[name]}: runs with {what} parallelism cannot be certified yet.")
     return sizes
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return max(size for size in range(1, most + 1) if number % size == 0)
 
 
 def divide_plan(plan: LaunchPlan, given: Mapping[str, Any]) -> LaunchPlan:

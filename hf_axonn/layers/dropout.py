@@ -47,14 +47,10 @@ def keyed_random(state: ParallelState, axes: tuple[str, ...], *, tokens: tuple[s
     coordinates = [state.grid_mesh.index(axis) for axis in (*tokens, *axes)]
     device = state.grid_mesh.device
     # fork_rng puts the generators back, so that ranks are in step again afterwards.
-    devices = [] if device.type == "cpu" else [device]
-    with context.with_seed(seed, 0), torch.random.fork_rng(devices, device_type=_device_type(device)):
+    devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+    with context.with_seed(seed, 0), torch.random.fork_rng(devices, device_type=kind):
         torch.manual_seed(mix(seed, *coordinates))
         yield
-
-
-def _device_type(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type
 
 
 def install_dropout(
