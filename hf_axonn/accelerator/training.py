@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 
@@ -133,27 +132,15 @@ class TrainingMethods:
         with averaging(*prepared_models(self), last=self.sync_gradients or each):
             super().backward(loss, **kwargs)
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Leave the gradients of passes that begin inside as each rank has them."""
         state = parallel_state(model)
-        if state is None:
-            with super().no_sync(model):
-                yield
-            return
-        with state.context.averaging.no_sync():
-            yield
+        return super().no_sync(model) if state is None else state.context.averaging.no_sync()
 
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Average the gradients in the backward pass inside, though its forward pass was under `no_sync`."""
         state = parallel_state(model)
-        if state is None:
-            with super().trigger_sync_in_backward(model):
-                yield
-            return
-        with state.context.averaging.force_sync():
-            yield
+        return super().trigger_sync_in_backward(model) if state is None else state.context.averaging.force_sync()
 
     def clip_grad_norm_(self, parameters, max_norm: float, norm_type: float = 2):
         """Clip by the norm over all shards, a plain tensor that is the same on all ranks. Every rank must call it.

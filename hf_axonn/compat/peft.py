@@ -92,8 +92,7 @@ def let_load_state_dict_shard() -> None:
     save_and_load._reshard_dtensor_values_for_load = reshard
 
 
-@contextlib.contextmanager
-def sized_by_full_weights() -> Iterator[None]:
+def sized_by_full_weights() -> contextlib.AbstractContextManager[None]:
     """Give LoRA of a Linear the sizes of its full weight inside; PEFT 0.20 takes those of a shard."""
     from peft.tuners.lora.layer import LoraLayer
 
@@ -102,8 +101,7 @@ def sized_by_full_weights() -> Iterator[None]:
     def sizes(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
         return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else original(self, module)
 
-    with replace_attributes({(LoraLayer, "_get_in_out_features"): sizes}):
-        yield
+    return replace_attributes({(LoraLayer, "_get_in_out_features"): sizes})
 
 
 def output_comes_first(layer: nn.Module) -> bool:

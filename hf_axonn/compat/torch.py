@@ -364,8 +364,7 @@ def make_group(ranks: Sequence[int], label: str, *, seconds: float, options: obj
         )
 
 
-@contextlib.contextmanager
-def groups_with_timeout(seconds: float) -> Iterator[None]:
+def groups_with_timeout(seconds: float) -> contextlib.AbstractContextManager[None]:
     """Process groups that are made inside, without a timeout of their own, get this one.
 
     Some makers of groups take none and use torch's default of 10 or 30 minutes. Of gloo, messages between two
@@ -374,8 +373,7 @@ def groups_with_timeout(seconds: float) -> Iterator[None]:
     from torch.distributed import distributed_c10d
 
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
-    with replace_attributes({(distributed_c10d, name): timedelta(seconds=seconds) for name in names}):
-        yield
+    return replace_attributes({(distributed_c10d, name): timedelta(seconds=seconds) for name in names})
 
 
 def broadcast_coalesced(tensors: list[torch.Tensor], buffer_bytes: int, group: torch.distributed.ProcessGroup) -> None:

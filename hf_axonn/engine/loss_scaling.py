@@ -11,11 +11,10 @@ them ask by the one operator that is handled here.
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_axonn.compat.torch import decide_finiteness
-from hf_axonn.distributed.collectives import reduce_
+from hf_axonn.distributed.collectives import reduce_, world_group
 
 
 def check_gradients_together() -> None:
@@ -28,5 +27,4 @@ def check_gradients_together() -> None:
 
 
 def _found_by_any(found_inf: Tensor) -> None:
-    assert dist.group.WORLD is not None  # gradients on a grid were made in it
-    reduce_(found_inf, dist.group.WORLD, op="max")
+    reduce_(found_inf, world_group(), op="max")

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from hf_axonn.compat.lightning import gather_tensor, reduce_tensor, start_process_group, subprocess_launcher, tell_rank
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import VARIABLE, AxonnConfig
-from hf_axonn.distributed.collectives import barrier, broadcast_object, reduce_
+from hf_axonn.distributed.collectives import barrier, broadcast_object, reduce_, world_group
 from hf_axonn.distributed.mesh import ROWS, GridMesh, grid_mesh
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import SIZES, Grid
@@ -211,8 +211,7 @@ class GridProcesses:
         """Return whether all ranks have decided so, or any. Collectives: an all-reduce over the world."""
         if self.grid.size == 1:
             return decision
-        assert dist.group.WORLD is not None
-        votes = int(reduce_(torch.tensor(int(decision), device=self.root_device), dist.group.WORLD))
+        votes = int(reduce_(torch.tensor(int(decision), device=self.root_device), world_group()))
         return votes == self.grid.size if all else votes > 0
 
     def _group(self, group: Any) -> Any:

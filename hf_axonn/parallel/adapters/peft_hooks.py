@@ -145,8 +145,7 @@ def _keep_stage(state: ShardedModel, model: nn.Module) -> Iterator[None]:
             raise ValueError(f"at pipe={pipe} of {state.grid}: {problem}")
 
 
-@contextlib.contextmanager
-def _mark_unmeasured() -> Iterator[None]:
+def _mark_unmeasured() -> contextlib.AbstractContextManager[None]:
     """Keep PEFT from measuring new DoRA layers inside, which would need full weights, and mark them."""
     from peft.tuners.lora import dora
 
@@ -156,8 +155,7 @@ def _mark_unmeasured() -> Iterator[None]:
         self.weight = nn.Parameter(torch.ones(size, dtype=weight.dtype, device=weight.device))
         self.unmeasured = True
 
-    with replace_attributes({(dora.DoraLinearLayer, "update_layer"): update_layer}):
-        yield
+    return replace_attributes({(dora.DoraLinearLayer, "update_layer"): update_layer})
 
 
 def add_adapter(self, original: Callable, adapter_name: str, peft_config, *args, **kwargs) -> None:
