@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_axonn import parallel_state
 from hf_axonn_eval.data.results import SampleResult
-from hf_axonn_eval.data.samples import Sample
+from hf_axonn_eval.data.samples import Sample, tokens_of
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction import decoding, scoring
 from hf_axonn_eval.extraction import prefix_matching as matching
@@ -203,7 +203,7 @@ class Runner(Asker):
         shared = share_rows(batch) if may_share(self.model) else [[place] for place in range(len(batch))]
         filled = cache is not None and is_filled(cache, len(shared))
         for number, places in enumerate(shared):
-            start = cache.get_seq_length() - scoring.tokens_of(batch[places[0]]) + 1 if filled else 0
+            start = cache.get_seq_length() - tokens_of(batch[places[0]]) + 1 if filled else 0
             for place in places:
                 sample, match = batch[place], _match(batch[place], scores[place])
                 if len(match.known) < len(sample.suffix):

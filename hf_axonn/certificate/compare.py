@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -141,10 +142,8 @@ def compare(job: Job, runs: Runs, path: str, optimizer: str) -> CaseResult:
         found += [("parameter", error) for error in _compare_tensors(runs, step, Record.parameters)]
         found += [("copy", error) for error in _compare_copies(runs, step)]
         for name in runs.one.logged[index] if runs.one.logged else ():
-            errors = _compare_numbers(
-                runs, step, f"logged {name}", lambda record, at, name=name: record.logged[at].get(name, math.nan)
-            )
-            found += [("logged", error) for error in errors]
+            read = partial(_read_logged, name=name)
+            found += [("logged", error) for error in _compare_numbers(runs, step, f"logged {name}", read)]
     if runs.one.evaluation:
         end = job.steps
         errors = _compare_numbers(runs, end, "evaluation loss", lambda record, at: record.evaluation["loss"])
@@ -159,6 +158,10 @@ def norm_at(record: Record, index: int) -> float:
     """Return the norm of a step, counted from 0; NaN where a rank has none."""
     norm = record.norms[index]
     return math.nan if norm is None else norm
+
+
+def _read_logged(record: Record, index: int, name: str) -> float:
+    return record.logged[index].get(name, math.nan)
 
 
 def group_ranks(records: Sequence[Record]) -> list[list[int]]:

@@ -9,7 +9,7 @@ The module holds a model of Transformers, which `setup` shards where it stands. 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning
@@ -134,10 +134,12 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
         self.post_backward(loss)
         return loss
 
-    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
         """Leave gradients of passes that begin inside unaveraged; the Trainer accumulates so."""
         assert self.sharded is not None
-        return leave_unsynced(self.sharded)
+        with leave_unsynced(self.sharded):
+            yield
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
