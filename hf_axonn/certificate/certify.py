@@ -32,7 +32,7 @@ from hf_axonn.certificate.report import certificate, exit_code, lines, page, pla
 from hf_axonn.certificate.shrinking import config_of, shrink
 from hf_axonn.certificate.watching import STANDS_STILL, cases_begun, wait_for
 from hf_axonn.certificate.worker import ALONE, TOGETHER
-from hf_axonn.compat.transformers import register_code
+from hf_axonn.compat.own_code import register_code
 
 
 WORKER = "hf_axonn.certificate.worker"

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hf_axonn.compat.transformers import from_config_of, refuse_own_code
+from hf_axonn.compat.own_code import refuse_own_code
+from hf_axonn.compat.transformers import from_config_of
 
 
 VOCABULARY, WIDTH, WINDOW, EXPERTS, TOP_K = 160, 96, 5, 8, 2

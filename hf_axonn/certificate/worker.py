@@ -38,7 +38,7 @@ from hf_axonn.certificate.rows import Row, collate, collate_evenly, pack, seen_i
 from hf_axonn.certificate.script import run_script
 from hf_axonn.certificate.watching import be_watched
 from hf_axonn.compat.accelerate import allow_sharding_on_cpus, forget_state
-from hf_axonn.compat.transformers import register_code
+from hf_axonn.compat.own_code import register_code
 
 
 ALONE, TOGETHER = "one", "many"

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hf_axonn.compat.transformers import refuse_own_code, register_code
+from hf_axonn.compat.own_code import refuse_own_code, register_code
 from hf_axonn.compat.versions import NEEDED, OPTIONAL, bounds, check_versions, outside, requirements
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import read_launch_file, write_temporary

@@ -22,7 +22,7 @@ from typing import Any
 
 from hf_axonn.cli.plan_report import in_short, inline, number_of, section_lines, sizes
 from hf_axonn.compat.arguments import with_reason
-from hf_axonn.compat.transformers import register_code
+from hf_axonn.compat.own_code import register_code
 from hf_axonn.config import PRECISIONS
 from hf_axonn.launch.launch_file import core_count, gpu_count
 from hf_axonn.planner.dense import GPTS

@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_axonn.cli.plan_report import cost, doubts, header, lines, sweep_lines
 from hf_axonn.compat.arguments import with_reason
-from hf_axonn.compat.transformers import register_code
+from hf_axonn.compat.own_code import register_code
 from hf_axonn.config import OFFLOADED
 from hf_axonn.planner import confidence, settings
 from hf_axonn.planner.dense import GPTS

@@ -68,7 +68,7 @@ def run_survey(options: argparse.Namespace) -> int:
 
     from hf_axonn.architectures.plan import plan_for
     from hf_axonn.certificate.shrinking import config_of
-    from hf_axonn.compat.transformers import register_code
+    from hf_axonn.compat.own_code import register_code
 
     names = options.grids.split(",")
     if wrong := [name for name in names if name not in GRIDS]:

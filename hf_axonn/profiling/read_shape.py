@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.compat.transformers import refuse_own_code
+from hf_axonn.compat.own_code import refuse_own_code
 from hf_axonn.planner.dense import FAMILIES, load_shape, shape_from_config
 from hf_axonn.planner.shapes import ModelShape
 

@@ -253,6 +253,7 @@ def test_options_in_the_text_exist(options):
     every = set().union(*options.values()) | {"--help"}
     # pip's, sbatch's and srun's, and lm-evaluation-harness's
     every |= {"--extra_index_url", "--requeue", "--signal", "--network", "--cpu_bind", "--device", "--tasks"}
+    every |= {"--ntasks", "--ntasks_per_node"}
     wrong = {(place, option) for place, code in inline_code() for option in options_in(code) if option not in every}
     assert not wrong
 
