@@ -2,11 +2,14 @@
 
     python -m tests.benchmarks.checkpoint.checkpoint_planning          256, 1,024 and 4,096 ranks, a Llama of 80 layers
     python -m tests.benchmarks.checkpoint.checkpoint_planning --ranks 64,512 --layers 8
+    python -m tests.benchmarks.checkpoint.checkpoint_planning --manifest-only --ranks 2816,64512
 
 Ours, of one rank: to derive from the layout what it writes, and from which files it reads again, on the same grid and
 on one twice as large; and of rank 0: to read what all ranks say they wrote, and to write and read the manifest. The
 model is real and lies on torch's `fake` backend. Theirs, of rank 0: to make the global plan of the plans of all ranks
 and to check it, after it has received them all (of `--dcp-tensors` tensors, as many objects as tensors times ranks).
+With `--manifest-only`: lines, bytes and seconds of the manifest of a training checkpoint, with AdamW's moments and the
+random state of each rank, on the usual grid and on one where every rank has shards of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_axonn import Grid, parallelize
 from hf_axonn.checkpoint.manifest import Manifest
-from hf_axonn.checkpoint.partition import SavedTensor, box_at, shards_in
+from hf_axonn.checkpoint.partition import MOST_WRITERS, SavedTensor, box_at, shards_in
 from hf_axonn.checkpoint.save import JOINED, PARTS, Save
 from hf_axonn.checkpoint.shard_files import ShardReader, describe, file_name, shards_to_write
 
@@ -82,6 +85,27 @@ def merge(tensors: dict[str, SavedTensor], grid: Grid) -> tuple[float, int]:
         return time.perf_counter() - begin, len(text)
 
 
+def manifest_of_training(tensors: dict[str, SavedTensor], grid: Grid) -> tuple[int, int, float, float]:
+    """Return lines and bytes of the manifest of a training checkpoint, and seconds to make and to read its text."""
+    writers = min(grid.size, grid.size // grid.data * MOST_WRITERS)
+    names = [folder + file_name(rank) for rank in range(writers) for folder in ("", "optimizer/")]
+    names += [f"rng_state_{rank}.pth" for rank in range(grid.size)]
+    files = {name: (2**30, "0" * 64) for name in names}
+    moments = {f"{name}.{kind}": tensor for name, tensor in tensors.items() for kind in ("exp_avg", "exp_avg_sq")}
+    write, text = timed(Manifest("id", grid, files, [], tensors, moments).to_json)
+    read, _ = timed(Manifest.from_json, text)
+    return len(files), len(text), write, read
+
+
+def print_manifests(numbers: list[int], layers: int) -> None:
+    """Print a row for each number of ranks and grid."""
+    print("| ranks | grid | lines | bytes | written | read |\n|---|---|---|---|---|---|")
+    for ranks in numbers:
+        for grid in (Grid(data=ranks // 64, z=8, y=2, x=4), Grid(z=ranks // 64, y=8, x=8)):
+            lines, nbytes, write, read = manifest_of_training(saved_tensors(grid, layers)[0], grid)
+            print(f"| {ranks:,} | {grid} | {lines:,} | {nbytes:,} | {write:.2f} s | {read:.2f} s |", flush=True)
+
+
 def theirs(tensors: dict[str, SavedTensor], grid: Grid) -> tuple[float, int]:
     """Seconds of the global plan of torch.distributed.checkpoint, and bytes of all local plans that it is made of."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -110,7 +134,11 @@ def main() -> None:
     parser.add_argument("--ranks", default="256,1024,4096")
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--dcp-tensors", type=int, default=36, help="tensors of the global plan, for its memory")
+    parser.add_argument("--manifest-only", action="store_true", help="the manifest of a training checkpoint alone")
     options = parser.parse_args()
+    if options.manifest_only:
+        print_manifests([int(ranks) for ranks in options.ranks.split(",")], options.layers)
+        return
     ours = [
         "plan of a write",
         "of a read, same grid",
