@@ -51,7 +51,7 @@ finetune.main()
 # In place of the launcher of a study: the first launch of the step that HOLD names waits to be ended.
 HOLDING_LAUNCHER = """\
 #!/bin/bash
-if [[ -n ${HOLD:-} && "$*" == *$HOLD* && ! -e $JOBS/held ]]; then
+if [[ -n ${HOLD:-} && "$*" == *" $HOLD" && ! -e $JOBS/held ]]; then
     touch "$JOBS/held"
     exec sleep 3000
 fi
@@ -209,7 +209,7 @@ def test_a_study_in_arrays(cluster, tmp_path):
     recipe.write_text(re.sub(r"  0.15M:\n.*\n", "", without_pilot(recipe)).replace("[0.05M, 0.15M]", "[0.05M]"))
     words = ("--slurm", "cluster", "--gpus-per-node", "4", "--submit", "--sbatch", "--comment", "some words")
     asked = {"SLURM_CONF": cluster.environment["SLURM_CONF"]}
-    done = study_py(tmp_path, recipe, *words, **asked, FAIL="--run k2-s0", HOLD="--run ordinary-s0")
+    done = study_py(tmp_path, recipe, *words, **asked, FAIL="train-0.05M-k2-s0", HOLD="train-0.05M-ordinary-s0")
     assert done.returncode == 0, done.stdout + done.stderr
     jobs = dict(re.findall(r"^job (\d+): (\S+)$", done.stdout, flags=re.MULTILINE))
     arrays = {name: number for number, name in jobs.items()}
@@ -221,16 +221,18 @@ def test_a_study_in_arrays(cluster, tmp_path):
         known = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
         return {f"{job['ArrayJobId']}_{job['ArrayTaskId']}": job for job in known if job.get("ArrayJobId") in jobs}
 
-    wait_for(lambda: (tmp_path / "jobs" / "held").exists(), "the run that holds")
+    def over() -> bool:
+        return all(job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING") for job in tasks().values())
+
+    held = tmp_path / "jobs" / "held"
+    wait_for(lambda: held.exists() or over(), "the run that holds")
+    assert held.exists(), (tmp_path / "launched").read_text()  # else no launch has the name of that step
     refused = study_py(tmp_path, recipe, **asked)
     assert refused.returncode == 2
     assert train in re.search(r"jobs (.*) of this study wait", refused.stderr)[1].split(", ")
     cluster("scontrol", "requeue", f"{train}_0")
     wait_for(lambda: tasks()[f"{train}_0"]["JobState"] == "PENDING", "the requeued task")
     cluster("scontrol", "update", f"JobId={train}_0", SOON)
-
-    def over() -> bool:
-        return all(job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING") for job in tasks().values())
 
     wait_for(over, "all arrays")
     printed = "\n".join(path.read_text() for path in sorted((tmp_path / "out" / "slurm").glob("*.out")))
