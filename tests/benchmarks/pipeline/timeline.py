@@ -91,7 +91,7 @@ class _Nap(torch.autograd.Function):
 def let_sleep(pipeline: Pipeline, run: Run) -> None:
     """Let the layers of this rank sleep."""
     later: list[float] | None = [] if run.schedule == "zero_bubble" else None
-    layers = pipeline.stages._layers
+    layers = pipeline.stages.layers
     for stage in pipeline.stages.own:
         for index in stage.layers:
             layers[index].register_forward_hook(lambda _, __, hidden: _Nap.apply(hidden, run.nap, later))
