@@ -27,7 +27,9 @@ from hf_axonn.losses.causal_lm import IGNORE_INDEX
 
 
 Source = Literal["model", "frozen"]
+Denominator = Literal["kept", "weights"]
 SOURCES: tuple[Source, ...] = get_args(Source)
+DENOMINATORS: tuple[Denominator, ...] = get_args(Denominator)
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class LossStrategy:
             step; "frozen", the `frozen_model` of the trainer. Each costs a forward pass.
     """
 
-    denominator: Literal["kept", "weights"] = "kept"
+    denominator: Denominator = "kept"
     sources: tuple[Source, ...] = ()
 
     def prepare(self, train_dataset: Any) -> None:
@@ -102,6 +104,34 @@ class LossStrategy:
     def settings(self) -> dict[str, Any]:
         """Return what the training record says of the loss; `strategy` is its name, the rest its settings."""
         return {"strategy": "none" if type(self) is LossStrategy else type(self).__name__}
+
+
+def check_strategy(strategy: LossStrategy) -> None:
+    """Check what a strategy declares of itself: a name that nobody knows would be another loss in silence.
+
+    Raises:
+        ValueError: no object of a subclass of LossStrategy, an unknown source or denominator, or sources without
+            `weigh_outputs`, or the other way round.
+    """
+    if not isinstance(strategy, LossStrategy):
+        raise ValueError(f"loss_strategy is {strategy!r}: pass an object of a subclass of LossStrategy.")
+    name, sources = type(strategy).__name__, strategy.sources
+    if isinstance(sources, str) or not set(SOURCES).issuperset(sources):
+        some = ", ".join(SOURCES)
+        raise ValueError(f'the sources of {name} are {sources!r}: write a tuple of some of {some}, as ("model",).')
+    if strategy.denominator not in DENOMINATORS:
+        among = ", ".join(DENOMINATORS)
+        raise ValueError(f"the denominator of {name} is {strategy.denominator!r}: choose one of {among}.")
+    reads = type(strategy).weigh_outputs is not LossStrategy.weigh_outputs
+    if reads and not sources:
+        raise ValueError(
+            f'{name} has weigh_outputs and no sources, so that it is never called: write sources = ("model",) for the '
+            'model that is trained, or ("frozen",).'
+        )
+    if sources and not reads:
+        raise ValueError(
+            f"{name} has sources and no weigh_outputs: each costs a forward pass, and nothing reads it. Omit them."
+        )
 
 
 def weigh(

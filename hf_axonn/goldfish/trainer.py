@@ -44,7 +44,7 @@ from hf_axonn.goldfish.config import GoldfishConfig
 from hf_axonn.goldfish.goldfish_strategy import make_strategy
 from hf_axonn.goldfish.recording import RecordingMixin
 from hf_axonn.goldfish.statistics import token_statistics
-from hf_axonn.goldfish.strategy import LossStrategy, Source, TokenStatistics, TrainingBatch, weigh
+from hf_axonn.goldfish.strategy import LossStrategy, Source, TokenStatistics, TrainingBatch, check_strategy, weigh
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
 from hf_axonn.trainer import hooks as trainer_hooks
 from hf_axonn.trainer.accumulation import from_last_stage
@@ -76,7 +76,8 @@ class GoldfishMixin(RecordingMixin):
     Raises:
         ValueError: a library has a release that is not proven (`check_versions`), args of another class, a model
             without the causal language model's loss, an option that does not go together with the goldfish loss
-            (named in the message), or a frozen model where none is read, or none where one is.
+            (named in the message), a strategy that `check_strategy` refuses, or a frozen model where none is read, or
+            none where one is.
     """
 
     args: GoldfishConfig
@@ -106,6 +107,7 @@ class GoldfishMixin(RecordingMixin):
             )
         self._strategy_given = loss_strategy is not None
         self.loss_strategy = make_strategy(self.args, self.args.device) if loss_strategy is None else loss_strategy
+        check_strategy(self.loss_strategy)
         self._frozen = self._freeze(frozen_model)
         self._warned_unprotected = False
         self._warned_no_rows = False

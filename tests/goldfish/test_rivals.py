@@ -252,3 +252,51 @@ def test_weights_have_the_shape_of_labels(tmp_path):
     trainer = make_trainer(tmp_path, None, given={"loss_strategy": Wide()}, **BRIEF)
     with pytest.raises(ValueError, match=r"Wide returned weights of shape \(2, 19\) for labels of shape \(2, 20\)"):
         trainer._mask_batch(0, collate(list(token_data(2, seed=0))))
+
+
+class Forgotten(LossStrategy):
+    """Has weigh_outputs, which nothing calls."""
+
+    def weigh_outputs(self, batch, outputs):
+        return outputs["model"].log_probs > -1
+
+
+class Unread(LossStrategy):
+    """Names a source whose outputs it does not read."""
+
+    sources = ("model",)
+
+
+class Misnamed(Focal):
+    """Names a source that does not exist."""
+
+    sources = ("frozen_model",)
+
+
+class Text(Focal):
+    """Names its source without a tuple."""
+
+    sources = "model"
+
+
+class Misspelt(Focal):
+    """Names a denominator that does not exist."""
+
+    denominator = "weight"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (Forgotten(), r"Forgotten has weigh_outputs and no sources, so that it is never called"),
+        (Unread(), r"Unread has sources and no weigh_outputs"),
+        (Misnamed(), r"the sources of Misnamed are \('frozen_model',\): write a tuple of some of model, frozen"),
+        (Text(), r"the sources of Text are 'model': write a tuple"),
+        (Misspelt(), r"the denominator of Misspelt is 'weight': choose one of kept, weights"),
+        (Focal, r"loss_strategy is <class .*Focal'>: pass an object of a subclass of LossStrategy"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else getattr(value, "__name__", type(value).__name__),
+)
+def test_a_strategy_that_would_do_something_else_is_refused(tmp_path, strategy, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, None, given={"loss_strategy": strategy}, **BRIEF)
