@@ -41,6 +41,8 @@ def export_hf(directory: str | Path, output: str | Path, *, shard_bytes: int = 5
     directory, output = Path(directory), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} is not empty: name a directory that is new.")
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory.")
     tensors, read, names = _find_tensors(directory)
     sizes = byte_sizes(tensors)
     if output.exists():

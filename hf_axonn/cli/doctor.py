@@ -241,6 +241,13 @@ def _examine_folder(folder: Path, findings: Findings) -> None:
         for shard in _read(folder / index).get("weight_map", {}).values()
         if shard not in files
     }
+    problems = {name: why for name in sorted(weights) if (why := _problem_of(folder / name))}
+    if problems:
+        first = next(iter(problems))
+        findings.warnings.append(
+            f"{len(problems)} file(s) of weights are damaged, {first} first ({problems[first]}): copy or download "
+            "them again; of a git clone, git lfs pull."
+        )
     if missing:
         findings.warnings.append(
             f"{folder} lacks {len(missing)} file(s) of weights that its index names, {min(missing)} first: it cannot "
@@ -253,6 +260,19 @@ def _examine_folder(folder: Path, findings: Findings) -> None:
         )
     elif not files & TOKENIZER_FILES:
         findings.facts.append(f"note: {folder} has no tokenizer: a script takes it from somewhere else.")
+
+
+def _problem_of(path: Path) -> str:
+    """Say why a safetensors file cannot be loaded, by its header and size alone; nothing of others."""
+    from safetensors import SafetensorError, safe_open
+
+    if path.suffix != ".safetensors":
+        return ""
+    try:
+        with safe_open(path, framework="pt"):
+            return ""
+    except (OSError, SafetensorError) as problem:
+        return str(problem)
 
 
 def _read(path: Path) -> dict:

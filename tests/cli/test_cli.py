@@ -90,6 +90,8 @@ def test_env_names_versions(capsys):
 
 def test_what_cannot_be_converted_ends_with_2_and_a_message(tmp_path, capsys):
     source, output = tmp_path / "checkpoint", str(tmp_path / "out")
+    assert main(["convert", str(source), output]) == 2
+    assert f"{source} is not a directory" in capsys.readouterr().err
     source.mkdir()
     assert main(["convert", str(source), output]) == 2
     assert f"has no {MANIFEST}" in capsys.readouterr().err

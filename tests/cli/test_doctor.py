@@ -223,6 +223,9 @@ def test_a_folder_holds_weights_and_says_what_it_lacks(tmp_path, capsys):
     (folder / "tokenizer.json").touch()
     assert main(command) == 0 and "has no tokenizer" not in capsys.readouterr().out
     shards = sorted(folder.glob("model-*.safetensors"))
+    for content in (shards[1].read_bytes()[:-1], b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"):
+        shards[1].write_bytes(content)
+        assert f"1 file(s) of weights are damaged, {shards[1].name} first" in warnings_of(capsys, command)
     shards[1].unlink()
     assert f"lacks 1 file(s) of weights that its index names, {shards[1].name} first" in warnings_of(capsys, command)
 
