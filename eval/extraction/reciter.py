@@ -55,11 +55,12 @@ class Reciter(Runner):
         in_step = parallel is not None and parallel.grid.z > 1
         whole = [place for batch in own for place in batch if not left[place]]
         with decoding.weights_in_place(self.model) if in_step else contextlib.nullcontext():
-            if in_step and rounds and not any(left[place] for batch in own for place in batch):
-                # another rank of z waits for the weights of this one, once
-                decoding.continue_greedily(self.model, [samples[0].prefix], steps=1)
             steps = recite_steps(own, samples, written, self._recital, self._go_on)
             yield split.gather(self._results(samples, written, whole))
+            if in_step and rounds and not any(left[place] for batch in own for place in batch):
+                # Another rank of z waits for the weights of this one, once: in its first step, which no gather of
+                # results may come before.
+                decoding.continue_greedily(self.model, [samples[0].prefix], steps=1)
             for _ in range(rounds):
                 new = next(steps, [])
                 lines = [(samples[place].sample_id, tokens) for place, tokens in new] if split.reports else []

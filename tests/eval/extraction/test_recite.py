@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from hf_axonn import Grid, parallelize
 from hf_axonn_eval import Sample, Sampling, build_samples, compare, extract, html_page, read_run
 from hf_axonn_eval.__main__ import main
 from hf_axonn_eval.data.sentences import first_sentence
@@ -13,6 +14,8 @@ from hf_axonn_eval.extraction.recite import WRITTEN, Cost, Recital, Written, dea
 from hf_axonn_eval.metrics.near_verbatim import nv_recall
 from hf_axonn_eval.report.documents import documents as shown_documents
 from tests.helpers.eval_support import documents, result, samples, tiny_llama, topics_tokenizer, trained_llama
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 RECITAL = Recital(step=5, context=30)
@@ -58,6 +61,32 @@ def test_it_goes_on_from_its_own_text_with_a_sliding_context():
             assert one.edit_distance is not None and one.rougeL is not None
     known = [one for one in results if one.bucket]
     assert any(one.divergence_point >= 12 for one in known), "what was learnt by heart comes"
+
+
+def recite_on_grid(grid: Grid) -> list[list[int]]:
+    """Each number of documents: fewer than shares, as many, and more."""
+    model = parallelize(tiny_model("llama").eval(), grid)[0].eval()
+    results = [extract(model, None, random_samples(count), recite=SHORT, progress=False) for count in (1, 2, 5)]
+    return [one.generated for some in results for one in some]
+
+
+SHORT = Recital(step=3, context=11)
+
+
+def random_samples(count: int) -> list[Sample]:
+    chance = torch.Generator().manual_seed(5)
+    lengths = (9 + 7 * place for place in range(count))
+    rows = [torch.randint(3, 131, (length,), generator=chance).tolist() for length in lengths]
+    some = [{"id": str(place), "text": "", "bucket": 0, "input_ids": row} for place, row in enumerate(rows)]
+    return build_samples(some, sampling=Sampling(kind="rest", prefix_length=6))
+
+
+@pytest.mark.parametrize("grid", [Grid(z=2), pytest.param(Grid(data=2, z=2), marks=pytest.mark.slow)], ids=str)
+def test_of_fewer_documents_than_shares_no_rank_waits_for_ever(grid):
+    """Ranks of z without a document lend their weights to those that have one."""
+    model = tiny_model("llama").eval()
+    expected = [reference(model, sample, SHORT) for count in (1, 2, 5) for sample in random_samples(count)]
+    assert run_ranks(recite_on_grid, grid.size, grid, timeout=120)[0] == expected
 
 
 def test_what_is_short_is_what_extract_decodes():
