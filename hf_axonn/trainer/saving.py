@@ -52,7 +52,11 @@ def _settings(self) -> AxonnConfig:
 def _save_checkpoint(self, original: Callable, model, trial) -> None:
     """Save as Trainer does, all or nothing; `save_failure` decides what follows a failure."""
     if parallel_state(self.model) is None:
-        return original(model, trial)
+        original(model, trial)
+        of_one_rank = getattr(self.accelerator, "axonn_plugin", None) is not None  # data: auto may have shrunk to it
+        if of_one_rank and self.args.should_save:
+            _write_batch(self, Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}"))
+        return
     if self.hp_search_backend is None and trial is None:
         self.store_flos()
     folder = Path(self._get_output_dir(trial=trial))
@@ -108,9 +112,14 @@ def _save_trainer(self, save: Save) -> None:
                     else:
                         states[name] = part.state()
             self.state.save_to_json(os.path.join(stage, TRAINER_STATE))
-            batch = describe_batch(self)
-            batch["accumulation"] = getattr(self, "axonn_accumulation", batch["accumulation"])
-            (save.stage / BATCH).write_text(json.dumps(batch) + "\n", encoding="utf-8")
+            _write_batch(self, save.stage)
+
+
+def _write_batch(self, folder: Path) -> None:
+    """Write the samples of a step beside a checkpoint, which a resume on another number of ranks keeps."""
+    batch = describe_batch(self)
+    batch["accumulation"] = getattr(self, "axonn_accumulation", batch["accumulation"])
+    (folder / BATCH).write_text(json.dumps(batch) + "\n", encoding="utf-8")
 
 
 def rng_file(self) -> str:

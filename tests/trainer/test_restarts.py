@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hf_axonn import Grid
 from hf_axonn.trainer.restarts import keep_batch
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import make_trainer
 
 
 def trainer(ranks: int, *, per_device: int = 2, accumulation: int = 3) -> SimpleNamespace:
@@ -34,3 +37,16 @@ def test_a_step_keeps_its_samples_or_is_refused(tmp_path):
     other = trainer(5, per_device=1)
     keep_batch(other, str(tmp_path))
     assert other.args.gradient_accumulation_steps == 3, "other arguments hold"
+
+
+def _save(folder, grid):
+    make_trainer(folder, grid, kind="llama", stock=True, max_steps=1, save_steps=1, eval_strategy="no").train()
+
+
+def test_a_checkpoint_of_one_rank_says_what_a_step_has_too(tmp_path):
+    """A run that `data: auto` has shrunk to one rank; what never was on a grid is saved as Trainer saves it."""
+    for name, grid in (("grid", Grid()), ("stock", None)):
+        run_ranks(_save, 1, tmp_path / name, grid)
+    saved = json.loads((tmp_path / "grid" / "checkpoint-1" / "step_batch.json").read_text())
+    assert saved == {"samples": 8, "per_device": 4, "accumulation": 2}
+    assert not (tmp_path / "stock" / "checkpoint-1" / "step_batch.json").exists()
