@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_axonn import Grid
+from hf_axonn.checkpoint.manifest import read_manifest
 from hf_axonn_scripts import finetune
 from tests.end_to_end.test_finetune_data import command, tiny_llama, tokenizer  # noqa: F401  (a fixture)
 from tests.end_to_end.test_slurm import ACCELERATE, BIN, FOLDER, SITES, YAML, program
@@ -109,7 +111,7 @@ def test_slurm_takes_what_a_script_asks_for(cluster, tmp_path, site):
 
 def test_a_run_that_is_requeued_and_signalled_goes_on(cluster, tmp_path, tokenizer):  # noqa: F811
     """One command on two nodes, or on one of them, a copy of the model on each: requeued by a user, by a node that is
-    lost, and by its own script, when it has saved before its time limit.
+    lost, and by its own script, when it has saved before its time limit. At last both nodes share one copy (x=2).
 
     Each time it goes on from its newest checkpoint, on the nodes that there are, to the losses of one process that
     nobody interrupts.
@@ -174,14 +176,20 @@ def test_a_run_that_is_requeued_and_signalled_goes_on(cluster, tmp_path, tokeniz
     cluster("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
     wait_for(lambda: requeued(3), "the job to requeue itself")
     assert "step 7 is saved, exit code 75" in log() and (out / "checkpoint-7").is_dir(), log()
+    # The launch file is read at each start: from here on, every layer has a half on each node.
+    (tmp_path / "axonn.yaml").write_text(grid.replace("x: 1", "x: 2"))
+    cluster("scontrol", "update", f"JobId={job}", "TimeLimit=60")  # no signal comes again
     begin(node, other)
-    cluster.wait_for_state(job, "COMPLETED")
+    assert cluster.wait_for_state(job, "COMPLETED")["NumNodes"] == "2"
+    grids = [read_manifest(out / f"checkpoint-{step}").grid for step in (4, 8)]  # that of one process has no manifest
+    assert grids == [Grid(data=2), Grid(x=2)], log()
     one, two = (f"data: auto is {number} on {number} process(es)" for number in (1, 2))
     before, after = log().split(one)
-    assert two in before and two in after, log()
+    assert two in before and two not in after, log()
     # What the starts before printed is still there.
     assert log().count("has no checkpoint: training starts at step 0") == 1, log()
-    assert log().count("are accumulated") == 1, log()
+    # Neither one node nor two that share a copy make two samples at once.
+    assert log().count("2 batches are accumulated in place of 1") == 2, log()
     histories = [
         json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (tmp_path / "alone", out)
     ]
