@@ -107,7 +107,7 @@ def token_masks(
 
     for sample in samples:
         length = tokens_of(sample)
-        if rows and (len(rows) == _ROWS or length != len(rows[0].prefix) + len(rows[0].suffix)):
+        if rows and (len(rows) == _ROWS or length != tokens_of(rows[0])):
             compute()
         place[sample.sample_id] = total
         total += len(sample.suffix)

@@ -25,7 +25,7 @@ from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.distributed.stopping import Agreement, Alone, stop_when_asked
 from hf_axonn.distributed.watchdog.signals import EXIT_CODE
 from hf_axonn.trainer.model_card import describe_batch
-from hf_axonn.trainer.saving import BATCH, wait_for_save
+from hf_axonn.trainer.saving import BATCH, is_on_grid, wait_for_save
 
 
 logger = get_logger(__name__)
@@ -93,8 +93,7 @@ def keep_batch(trainer: Any, checkpoint: str) -> None:
 
 def may_be_stopped(trainer: Any, *, restarted: bool) -> bool:
     """Return whether signals are to save: of a grid, be it of one rank, and in a run that may be started again."""
-    on_grid = getattr(trainer.accelerator, "axonn_plugin", None) is not None
-    return on_grid and (restarted or trainer.args.enable_jit_checkpoint)
+    return is_on_grid(trainer) and (restarted or trainer.args.enable_jit_checkpoint)
 
 
 WRAPPERS = (_maybe_log_save_evaluate,)

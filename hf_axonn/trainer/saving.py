@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,6 +45,11 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
     return sorted(found, key=lambda path: -int(CHECKPOINT.match(path.name)[1]))
 
 
+def is_on_grid(trainer: Any) -> bool:
+    """Return whether a Trainer was given a grid, be it of one rank."""
+    return getattr(trainer.accelerator, "axonn_plugin", None) is not None
+
+
 def _settings(self) -> AxonnConfig:
     config = getattr(getattr(self.accelerator, "parallelism_config", None), "config", None)
     return config if isinstance(config, AxonnConfig) else parallel_state(self.model).config
@@ -53,8 +59,7 @@ def _save_checkpoint(self, original: Callable, model, trial) -> None:
     """Save as Trainer does, all or nothing; `save_failure` decides what follows a failure."""
     if parallel_state(self.model) is None:
         original(model, trial)
-        of_one_rank = getattr(self.accelerator, "axonn_plugin", None) is not None  # data: auto may have shrunk to it
-        if of_one_rank and self.args.should_save:
+        if is_on_grid(self) and self.args.should_save:  # of one rank, to which data: auto may have shrunk it
             _write_batch(self, Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}"))
         return
     if self.hp_search_backend is None and trial is None:

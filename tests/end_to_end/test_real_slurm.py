@@ -216,8 +216,8 @@ def test_a_study_in_arrays(cluster, tmp_path):
     recipe = recipe_for(tmp_path)
     recipe.write_text(re.sub(r"  0.15M:\n.*\n", "", without_pilot(recipe)).replace("[0.05M, 0.15M]", "[0.05M]"))
     words = ("--slurm", "cluster", "--gpus-per-node", "4", "--submit", "--sbatch", "--comment", "some words")
-    asked = {"SLURM_CONF": cluster.environment["SLURM_CONF"]}
-    done = study_py(tmp_path, recipe, *words, **asked, FAIL="train-0.05M-k2-s0", HOLD="train-0.05M-ordinary-s0")
+    variables = {"SLURM_CONF": cluster.environment["SLURM_CONF"]}
+    done = study_py(tmp_path, recipe, *words, **variables, FAIL="train-0.05M-k2-s0", HOLD="train-0.05M-ordinary-s0")
     assert done.returncode == 0, done.stdout + done.stderr
     jobs = dict(re.findall(r"^job (\d+): (\S+)$", done.stdout, flags=re.MULTILINE))
     arrays = {name: number for number, name in jobs.items()}
@@ -235,7 +235,7 @@ def test_a_study_in_arrays(cluster, tmp_path):
     held = tmp_path / "jobs" / "held"
     wait_for(lambda: held.exists() or over(), "the run that holds")
     assert held.exists(), (tmp_path / "launched").read_text()  # else no launch has the name of that step
-    refused = study_py(tmp_path, recipe, **asked)
+    refused = study_py(tmp_path, recipe, **variables)
     assert refused.returncode == 2
     assert train in re.search(r"jobs (.*) of this study wait", refused.stderr)[1].split(", ")
     cluster("scontrol", "requeue", f"{train}_0")
@@ -255,10 +255,10 @@ def test_a_study_in_arrays(cluster, tmp_path):
     assert "--num_machines 2" in wide and f"--main_process_ip {cluster.nodes[0]}" in wide
 
     before = set(jobs)
-    done = study_py(tmp_path, recipe, *words, **asked)
+    done = study_py(tmp_path, recipe, *words, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     jobs = dict(re.findall(r"^job (\d+): (\S+)$", done.stdout, flags=re.MULTILINE))
     assert len(jobs) == 3 and not before & set(jobs)  # the run that failed, the utility, the report
     wait_for(over, "what is left")
     assert {job["JobState"] for job in tasks().values()} == {"COMPLETED"}
-    assert "every step is done" in study_py(tmp_path, recipe, *words, **asked).stdout
+    assert "every step is done" in study_py(tmp_path, recipe, *words, **variables).stdout

@@ -43,10 +43,10 @@ def history_of(folder: Path, grid: Grid | None, options: dict) -> list[dict]:
     return train(folder, grid, model=tiny_model("llama", num_hidden_layers=1), **BRIEF | options)
 
 
-def differences(folder: Path, grid: Grid, asked: list[dict], truth: list[list[dict]]) -> dict[str, float]:
+def differences(folder: Path, grid: Grid, runs: list[dict], truth: list[list[dict]]) -> dict[str, float]:
     return {
         f"{grid} {options}": worst_difference(history_of(folder / "run", grid, options), history)
-        for options, history in zip(asked, truth, strict=True)
+        for options, history in zip(runs, truth, strict=True)
     }
 
 
@@ -54,13 +54,13 @@ def differences(folder: Path, grid: Grid, asked: list[dict], truth: list[list[di
     ("grid", "steps"), [(GRIDS[0], 1), *(pytest.param(grid, 2, marks=pytest.mark.slow) for grid in GRIDS[1:])], ids=str
 )
 def test_each_strategy_equals_one_process(tmp_path, grid, steps):
-    asked = settings(tmp_path, steps)
-    truth = [history_of(tmp_path / "truth", None, options) for options in asked]
+    runs = settings(tmp_path, steps)
+    truth = [history_of(tmp_path / "truth", None, options) for options in runs]
     # Each setting drops other labels than the rest, or the grid could not be seen to follow it. The rows have neither
     # prompts nor documents, so the last one is the default.
     dropped = [history[0]["loss_dropped"] for history in truth]
     assert len(set(dropped)) == len(dropped) - 1 and dropped[-1] == dropped[0]
-    for found in run_ranks(differences, grid.size, tmp_path, grid, asked, truth):
+    for found in run_ranks(differences, grid.size, tmp_path, grid, runs, truth):
         wrong = {name: value for name, value in found.items() if not value < 1e-9}
         assert not wrong
 

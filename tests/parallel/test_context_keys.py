@@ -210,11 +210,11 @@ def report_of(grid, make):
 def test_latents_stay_where_they_are_no_gain():
     """Over y the products of latents would be summed for whole rows. Two heads have 2 * (8 + 4) features."""
     few = functools.partial(V3, num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=20)
-    said = "2 attentions gather keys and values (as configured)"
+    gathers = "2 attentions gather keys and values (as configured)"
     over_y = run_ranks(report_of, 4, Grid(z=2, y=2, context=2), V3)[0]
-    assert f"{said}, and not their latents, which are gathered where y is 1" in over_y
+    assert f"{gathers}, and not their latents, which are gathered where y is 1" in over_y
     wider = run_ranks(report_of, 2, TWO[0], few)[0]
-    assert said in wider and "latents" not in wider
+    assert gathers in wider and "latents" not in wider
 
 
 def test_what_mixes_positions_is_not_made_of_latents(monkeypatch):
