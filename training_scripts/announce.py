@@ -32,6 +32,7 @@ from hf_axonn_scripts.data import DataArguments, Rows
 
 
 MEASURED_ROWS = 64  # on so many the share of dropped labels is counted
+MEASURED_IMAGE_ROWS = 8  # the pixels of all are made at once
 
 
 def say(*lines: str) -> None:
@@ -157,7 +158,8 @@ class Announcement(TrainerCallback):
         trainer, model = self.trainer, self.trainer.accelerator.unwrap_model(self.trainer.model)
         rows, share = trainer.train_dataset, None
         if is_first() and args.goldfish and args.loss_strategy == "goldfish":
-            some = [rows[place] for place in range(min(len(rows), MEASURED_ROWS))]
+            measured = MEASURED_IMAGE_ROWS if "images" in rows[0] else MEASURED_ROWS
+            some = [rows[place] for place in range(min(len(rows), measured))]
             share = dropped_share(args, trainer.data_collator(some))
         parallel = parallel_state(model)
         ranks = parallel.grid.dp_size if parallel is not None else args.world_size
@@ -186,28 +188,33 @@ def say_saved(output: Path, args: DataArguments | None = None, columns: Sequence
     Args:
         output: directory of the saved model.
         args: data that it was trained on.
-        columns: columns of the data; with id and text they are documents that samples can be made of.
+        columns: columns of the data; with id and text they are documents that samples can be made of, with images
+            no text comes back of them by `hf-axonn-eval`.
     """
     if not is_first():
         return
+    seen = "images" in columns
+    reader = "AutoModelForImageTextToText" if seen else "AutoModelForCausalLM"
     form, commands = "an ordinary model directory", []
     if (output / MANIFEST).is_file():
         manifest = read_manifest(output)
-        form = f"a sharded checkpoint of the grid {manifest.grid}, which AutoModelForCausalLM.from_pretrained reads"
+        form = f"a sharded checkpoint of the grid {manifest.grid}, which {reader}.from_pretrained reads"
         if manifest.model:
             commands.append(["hf-axonn", "convert", output, f"{output}-hf"])
     if (output / "adapter_config.json").is_file():
-        form, commands = "LoRA adapters, which AutoModelForCausalLM.from_pretrained reads with their base model", []
-    if args is not None and {"id", "text"} <= set(columns) and Path(args.data).exists():
+        form, commands = f"LoRA adapters, which {reader}.from_pretrained reads with their base model", []
+    if args is not None and not seen and {"id", "text"} <= set(columns) and Path(args.data).exists():
         samples = ["hf-axonn-eval", "samples", "--documents", args.data, "--tokenizer", output]
         if args.bucket_column in columns:
             samples += [] if args.bucket_column == "bucket" else ["--bucket_key", args.bucket_column]
         else:
             samples += ["--bucket", 1]  # each was seen once an epoch
         commands.append([*samples, "--output", "samples.jsonl"])
-    run = f"runs/{output.resolve().name}"
-    commands.append(["hf-axonn-eval", "extract", "--model", output, "--samples", "samples.jsonl", "--output", run])
-    say(f"saved      {output}: {form}", "next:", *(f"    {shlex.join(map(str, command))}" for command in commands))
+    if not seen:
+        run = f"runs/{output.resolve().name}"
+        commands.append(["hf-axonn-eval", "extract", "--model", output, "--samples", "samples.jsonl", "--output", run])
+    lines = [f"    {shlex.join(map(str, command))}" for command in commands]
+    say(f"saved      {output}: {form}", *(["next:", *lines] if lines else []))
 
 
 def _name(dtype: Any) -> str:

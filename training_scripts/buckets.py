@@ -66,17 +66,17 @@ def repeat(documents: datasets.Dataset, buckets: np.ndarray) -> datasets.Dataset
     return documents.select(places[np.argsort(turns, kind="stable")])
 
 
-def same_documents(documents: datasets.Dataset, columns: list[str]) -> np.ndarray:
+def same_documents(documents: datasets.Dataset, keys: list[list[str]]) -> np.ndarray:
     """Return for each row the first row that is the same document.
 
-    Rows are the same document if one of the columns has the same entry in both, or through a third row. An entry that
-    is None is like no other.
+    Rows are the same document if the columns of one of the keys have the same entries in both, or through a third row.
+    An entry that is None is like no other.
     """
     group = np.arange(len(documents))
-    keys = [np.unique(_digests(documents, column), return_inverse=True)[1] for column in columns]
+    found = [np.unique(_digests(documents, columns), return_inverse=True)[1] for columns in keys]
     while True:
         before = group.copy()
-        for key in keys:
+        for key in found:
             least = np.full(len(documents), len(documents))
             np.minimum.at(least, key, group)
             group = least[key]
@@ -84,9 +84,9 @@ def same_documents(documents: datasets.Dataset, columns: list[str]) -> np.ndarra
             return group
 
 
-def shared_with(documents: datasets.Dataset, others: datasets.Dataset, column: str) -> int:
-    """Count the documents that have the entry of one of the others in a column."""
-    return int(np.isin(_digests(documents, column), _digests(others, column)).sum())
+def shared_with(documents: datasets.Dataset, others: datasets.Dataset, columns: list[str]) -> int:
+    """Count the documents that have the entries of one of the others in these columns."""
+    return int(np.isin(_digests(documents, columns), _digests(others, columns)).sum())
 
 
 def warnings_of(buckets: np.ndarray, group: np.ndarray, name: str) -> list[str]:
@@ -117,19 +117,19 @@ def warnings_of(buckets: np.ndarray, group: np.ndarray, name: str) -> list[str]:
     return found
 
 
-def _digests(documents: datasets.Dataset, column: str) -> np.ndarray:
-    """Return a number for every entry of a column, alike for the same entries alone; `datasets` caches them."""
+def _digests(documents: datasets.Dataset, columns: list[str]) -> np.ndarray:
+    """Return a number for the entries of each row in these columns, the same for the same; `datasets` caches them."""
 
-    def digest(entries: list[Any], places: list[int]) -> dict[str, list[int]]:
-        pairs = zip(entries, places, strict=True)
-        texts = [repr((entry, place) if entry is None else entry) for entry, place in pairs]
-        return {"digest": [_hash(text) for text in texts]}
+    def digest(*entries: list[Any]) -> dict[str, list[int]]:
+        *entries, places = entries
+        rows = zip(zip(*entries, strict=True), places, strict=True)
+        return {"digest": [_hash(repr((row, place) if None in row else row)) for row, place in rows]}
 
     numbers = documents.map(
         digest,
         batched=True,
         with_indices=True,
-        input_columns=[column],
+        input_columns=columns,
         remove_columns=documents.column_names,
         desc="comparing documents",
     )

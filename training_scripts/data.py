@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from hf_axonn_scripts.buckets import read_buckets, repeat, same_documents, shared_with, warnings_of
+from hf_axonn_scripts.images import as_pictures, open_images, to_image_rows
 
 
 @dataclass
@@ -75,7 +76,8 @@ class Rows:
 
     Attributes:
         train: rows with columns `input_ids` and `labels`, each a list of at most `sequence_length` ids; packed rows
-            have exactly that many, and `position_ids` besides.
+            have exactly that many, and `position_ids` besides; rows of documents with images are those of
+            images.to_image_rows.
         held_out: the same of what is held out, or None.
         documents: documents that were read, without those of `held_out_data`.
         buckets: bucket -> documents to train on, 0 included; None if the data have no buckets.
@@ -101,21 +103,22 @@ def load_rows(args: DataArguments, tokenizer, *, seed: int = 42) -> Rows:
 
     Args:
         args: names the documents, and the sequence length.
-        tokenizer: a transformers tokenizer with an end-of-sequence token.
+        tokenizer: a transformers tokenizer with an end-of-sequence token; for documents with images a processor.
         seed: decides which documents are held out.
     Raises:
         ValueError: the data is not there, or has no documents, no text column, a bucket that is no number, or nothing
-            long enough to train on.
+            long enough to train on; documents with images do not fit the model (`to_image_rows`), or are to be packed.
     """
     documents = load_documents(args, args.data)
     number = len(documents)
     buckets = read_buckets(documents, args.bucket_column, args.data)
     warnings: list[str] = []
     group = np.arange(number)
-    content = "input_ids" if "input_ids" in documents.column_names else args.text_column
+    content = ["input_ids" if "input_ids" in documents.column_names else args.text_column]
+    content += ["images"] if "images" in documents.column_names else []
     if buckets is not None or args.held_out:
         # Without buckets a column id may be anything.
-        ids = ["id"] if buckets is not None and "id" in documents.column_names else []
+        ids = [["id"]] if buckets is not None and "id" in documents.column_names else []
         group = same_documents(documents, [*ids, content])
     if buckets is not None:
         warnings = warnings_of(buckets, group, args.data)
@@ -123,7 +126,9 @@ def load_rows(args: DataArguments, tokenizer, *, seed: int = 42) -> Rows:
     trained, held_out = np.arange(number), None
     if args.held_out_data:
         held_out = load_documents(args, args.held_out_data)
-        if content in held_out.column_names and (
+        if ("images" in held_out.column_names) != ("images" in documents.column_names):
+            raise ValueError(f"of {args.data} and {args.held_out_data} one alone has a column images")
+        if set(content) <= set(held_out.column_names) and (
             shared := shared_with(held_out, documents.select(np.flatnonzero(counts)), content)
         ):
             warnings.append(
@@ -194,6 +199,7 @@ def load_documents(args: DataArguments, name: str) -> datasets.Dataset:
             found = found.rename_column("text", args.text_column) if args.text_column != "text" else found
         elif path.is_file():
             found = datasets.load_dataset("json", data_files=name, split="train")
+            found = open_images(found, path.parent) if "images" in found.column_names else found
         else:
             found = datasets.load_dataset(name, args.data_config, split=args.split)
     except datasets.exceptions.DatasetGenerationError as error:
@@ -210,14 +216,14 @@ def load_documents(args: DataArguments, name: str) -> datasets.Dataset:
         raise ValueError(
             f"{name} has no column {args.text_column!r}: give --text_column one of {', '.join(found.column_names)}"
         )
-    return found
+    return as_pictures(found, decode=False) if "images" in found.column_names else found
 
 
 def to_rows(documents: datasets.Dataset, args: DataArguments, tokenizer) -> datasets.Dataset:
-    """Tokenize documents, unless they are, and cut or pack them into rows.
+    """Tokenize documents, unless they are, and cut or pack them into rows; those with images are a row each.
 
     Raises:
-        ValueError: not one document has two tokens.
+        ValueError: not one document has two tokens; see `load_rows` for images.
     """
     tokenized = "input_ids" in documents.column_names
 
@@ -230,7 +236,13 @@ def to_rows(documents: datasets.Dataset, args: DataArguments, tokenizer) -> data
             return pack(tokens, length=args.sequence_length, filler=tokenizer.pad_token_id)
         return cut(tokens, length=args.sequence_length)
 
-    rows = documents.map(lay_out, batched=True, remove_columns=documents.column_names, desc="tokens to rows")
+    if "images" in documents.column_names:
+        if args.packing or tokenized:
+            what = "--packing" if args.packing else "the column input_ids"
+            raise ValueError(f"documents with images are rows of their own, made of text: omit {what}")
+        rows = to_image_rows(documents, tokenizer, text_column=args.text_column, length=args.sequence_length)
+    else:
+        rows = documents.map(lay_out, batched=True, remove_columns=documents.column_names, desc="tokens to rows")
     if len(rows) == 0:
         raise ValueError(
             f"none of the {len(documents)} documents has 2 tokens or more, so that there is nothing to predict: "

@@ -8,6 +8,9 @@ A grid, as the launch file says (training_scripts/grids has ready ones):
 
 The ordinary loss: --goldfish False. Packed rows: --packing --sequence_length 2048. LoRA: --lora_r 16. Evaluation:
 --held_out 0.05 --eval_strategy epoch. Go on after an interruption: --resume_from_checkpoint last.
+
+A line of documents.jsonl may have "images", a list of files whose paths count from the folder of documents.jsonl, and
+in its text the model's placeholder for each; MODEL then has a processor.
 """
 
 import os
@@ -20,6 +23,8 @@ from pathlib import Path
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     GgufConfig,
@@ -33,7 +38,8 @@ from hf_axonn import AxonnConfig, GoldfishConfig, GoldfishTrainer
 from hf_axonn.engine.documents import why_documents_mix
 from hf_axonn_scripts import is_first
 from hf_axonn_scripts.announce import Announcement, say_data, say_saved, say_used, use_terminal
-from hf_axonn_scripts.data import DataArguments, Rows, largest_id, load_rows
+from hf_axonn_scripts.data import DataArguments, Rows, largest_id, load_documents, load_rows
+from hf_axonn_scripts.images import ImageCollator
 
 
 @dataclass
@@ -106,22 +112,26 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
     return model_args, data_args, args
 
 
-def load_tokenizer(args: ModelArguments):
-    """Load the tokenizer; one without a padding token pads with its end of sequence, which the labels leave out."""
+def load_tokenizer(args: ModelArguments, auto_class: type = AutoTokenizer):
+    """Load the tokenizer, or the processor with its own.
+
+    A tokenizer without a padding token pads with its end of sequence, which the labels leave out.
+    """
     gguf = {"gguf_file": args.gguf_file} if args.gguf_file and not args.tokenizer else {}
     name = args.tokenizer or args.model
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code, **gguf)
+        loaded = auto_class.from_pretrained(name, trust_remote_code=args.trust_remote_code, **gguf)
     except (ValueError, OSError) as error:
         if Path(name).exists():
             raise
         raise ValueError(f"{name} is neither a folder here, nor a model on the hub: {error}") from error
+    tokenizer = getattr(loaded, "tokenizer", loaded)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return loaded
 
 
-def load_model(args: ModelArguments, grid: hf_axonn.Grid | None):
+def load_model(args: ModelArguments, grid: hf_axonn.Grid | None, auto_class: type = AutoModelForCausalLM):
     """Load the model, with LoRA adapters if asked for, sharded over the grid if there is one.
 
     On a grid each rank reads only its own slices; a GGUF file is first dequantized, once.
@@ -132,17 +142,17 @@ def load_model(args: ModelArguments, grid: hf_axonn.Grid | None):
     if args.gguf_file:
         options |= {"gguf_file": args.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     if grid is None:
-        model = AutoModelForCausalLM.from_pretrained(args.model, **options)
+        model = auto_class.from_pretrained(args.model, **options)
     else:
-        model = hf_axonn.from_pretrained(args.model, grid=grid, **options)
+        model = hf_axonn.from_pretrained(args.model, grid=grid, auto_class=auto_class, **options)
     return add_lora(model, args) if args.lora_r else model
 
 
-def load_frozen(args: ModelArguments, grid: hf_axonn.Grid | None, training: GoldfishConfig):
+def load_frozen(args: ModelArguments, grid: hf_axonn.Grid | None, training: GoldfishConfig, auto_class: type):
     """Load the model a second time where the loss compares with it as it was; None elsewhere, and beside adapters."""
     rival = training.make_rival()
     reads = rival is not None and "frozen" in rival.sources
-    return load_model(args, grid) if reads and not args.lora_r else None
+    return load_model(args, grid, auto_class) if reads and not args.lora_r else None
 
 
 def add_lora(model, args: ModelArguments):
@@ -207,30 +217,35 @@ def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
     if not args.resume_from_checkpoint:
         say_used(output)
     launched = AxonnConfig.from_env()
+    grid = launched.grid if launched else None
     set_seed(args.seed)  # adapters begin with random numbers, which must be the same on every rank
     try:
-        tokenizer = load_tokenizer(model_args)
         # One process prepares the rows, the others read them from the cache.
         with args.main_process_first(desc="tokens to rows"):
+            seen = "images" in load_documents(data_args, data_args.data).column_names
+            tokenizer = load_tokenizer(model_args, AutoProcessor if seen else AutoTokenizer)
             rows = load_rows(data_args, tokenizer, seed=args.seed)
         say_data(data_args, rows, None if args.max_steps > 0 else args.num_train_epochs)
         check_tokenizer(model_args, rows)
-        model = load_model(model_args, launched.grid if launched else None)
+        auto_class = AutoModelForImageTextToText if seen else AutoModelForCausalLM
+        model = load_model(model_args, grid, auto_class)
         if data_args.packing:
             check_packing(model, args)
-        frozen = load_frozen(model_args, launched.grid if launched else None, args)
+        frozen = load_frozen(model_args, grid, args, auto_class)
     except (ValueError, OSError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the first of this machine, whose files may be others
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 
+    args.remove_unused_columns = args.remove_unused_columns and not seen  # pixels are made of other columns
+    collator = ImageCollator(tokenizer) if seen else DataCollatorForSeq2Seq(tokenizer)
     trainer = GoldfishTrainer(
         model=model,
         args=args,
         train_dataset=rows.train,
         eval_dataset=rows.held_out,
         processing_class=tokenizer,
-        data_collator=default_data_collator if data_args.packing else DataCollatorForSeq2Seq(tokenizer),
+        data_collator=default_data_collator if data_args.packing else collator,
         frozen_model=frozen,
     )
     trainer.add_callback(Announcement(trainer))

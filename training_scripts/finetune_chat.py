@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from datasets import Dataset, Image, List, load_dataset
+from datasets import Dataset, load_dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -30,6 +30,7 @@ from trl import ModelConfig, get_peft_config
 import hf_axonn
 from hf_axonn import AxonnConfig, GoldfishSFTConfig, GoldfishSFTTrainer
 from hf_axonn_scripts.announce import Announcement, say_saved, say_used, use_terminal
+from hf_axonn_scripts.images import open_images
 
 
 @dataclass
@@ -45,18 +46,14 @@ def load_rows(args: DataArguments) -> Dataset:
     """Read the conversations, with their images where they have a column `images`.
 
     Raises:
-        ValueError: a file of an image is not there.
+        ValueError: a row has no list of files, or a file of an image is not there.
     """
     if not args.data.endswith((".json", ".jsonl")):
         return load_dataset(args.data, split=args.split)
     rows = load_dataset("json", data_files=args.data, split="train")
     if "images" not in rows.column_names:
         return rows
-    folder = Path(args.data).parent
-    files = [[str(folder / name) for name in names or ()] for names in rows["images"]]
-    if absent := [file for row in files for file in row if not Path(file).is_file()]:
-        raise ValueError(f"{absent[0]}, an image of {args.data}, is not there ({len(absent)} are not)")
-    return rows.remove_columns("images").add_column("images", files).cast_column("images", List(Image()))
+    return open_images(rows, Path(args.data).parent)
 
 
 def load_model(args: ModelConfig, auto_class: type = AutoModelForCausalLM):
@@ -102,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishSFTTrainer:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_model()
     trainer.save_state()
-    say_saved(Path(str(args.output_dir)))
+    say_saved(Path(str(args.output_dir)), columns=rows.column_names)
     return trainer
 
 

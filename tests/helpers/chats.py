@@ -161,14 +161,16 @@ def fine_tune(output: Path, grid: Grid | None, *, resume: Path | None = None, ev
     return logged(trainer.state.log_history), watch.gradients, parameters
 
 
-def run_chat_script(folder: Path, *switches: str, timeout: int, **options: object) -> tuple[list, list]:
-    """Fine-tune `model` on `chats.jsonl` of a folder by finetune_chat.py, on one process and as a user starts it on
-    z=2, for two steps of the same rows; returns what each logged."""
+def run_chat_script(
+    folder: Path, *switches: str, timeout: int, name: str = "finetune_chat.py", **options: object
+) -> tuple[list, list]:
+    """Fine-tune `model` on `chats.jsonl` of a folder by a script, on one process and as a user starts it on z=2, for
+    two steps of the same rows; returns what each logged."""
     settings = yaml.safe_load((ROOT / "training_scripts" / "grids" / "cpu_2_x2.yaml").read_text())
     settings["axonn_config"] = {"grid": {"z": 2}}
     (folder / "z2.yaml").write_text(yaml.safe_dump(settings))
-    options = options | dict(
-        model_name_or_path=folder / "model",
+    options = options | {"model_name_or_path" if name == "finetune_chat.py" else "model": folder / "model"}
+    options |= dict(
         data=folder / "chats.jsonl",
         held_out=0.2,
         max_steps=2,
@@ -185,7 +187,7 @@ def run_chat_script(folder: Path, *switches: str, timeout: int, **options: objec
         more = dict(options, output_dir=folder / output, per_device_train_batch_size=rows)
         return [*(f"--{name}={value}" for name, value in more.items()), *switches]
 
-    script = ROOT / "training_scripts" / "finetune_chat.py"
+    script = ROOT / "training_scripts" / name
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config", str(folder / "z2.yaml"), str(script)]
     done = subprocess.run(

@@ -36,7 +36,11 @@ LEAVES = {
     "docs/how_to/evaluate.md": ["my-model/model.safetensors"],
     "docs/how_to/experts.md": ["full/axonn_checkpoint.json", "lora/adapter_model.safetensors"],
     "docs/how_to/long_rows.md": ["certificate/certificate.json", "long/axonn_checkpoint.json"],
-    "docs/how_to/vision.md": ["exported/model.safetensors", "vision/axonn_checkpoint.json"],
+    "docs/how_to/vision.md": [
+        "exported/model.safetensors",
+        "vision/axonn_checkpoint.json",
+        "captioned/axonn_checkpoint.json",
+    ],
     "docs/how_to/own_loss.md": ["own/training_record.json", "own/model.safetensors"],
     "docs/how_to/torch_checkpoints.md": ["state/.metadata", "later/.metadata"],
     "docs/how_to/resume.md": ["out/checkpoint-6/trainer_state.json"],

@@ -8,6 +8,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -15,6 +16,9 @@ from transformers import Trainer, TrainingArguments
 
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid
 from hf_axonn.goldfish.mask import goldfish_mask
+from hf_axonn_scripts.buckets import same_documents
+from hf_axonn_scripts.data import DataArguments, load_documents, load_rows
+from hf_axonn_scripts.images import ImageCollator
 from tests.helpers import images
 from tests.helpers.chats import ExactLogProbs, chat_tokenizer, logged, run_chat_script
 from tests.helpers.float64 import Float64
@@ -139,20 +143,99 @@ def test_the_stock_sft_trainer_is_as_on_one_process(tmp_path, monkeypatch):
         assert max(found) < TOLERANCE, found
 
 
+def write_rows(folder: Path, rows: list[dict]) -> str:
+    """Write rows as lines of JSON, their images as files beside it."""
+    with (folder / "chats.jsonl").open("w") as file:
+        for number, row in enumerate(rows):
+            names = [f"{number}-{place}.png" for place in range(len(row["images"]))]
+            for name, image in zip(names, row["images"], strict=True):
+                image.save(folder / name)
+            file.write(json.dumps(row | {"images": names or None}) + "\n")
+    return str(folder / "chats.jsonl")
+
+
+def documents(rows: int) -> list[dict]:
+    """Texts with no picture, one or two, each where its placeholder stands."""
+    return [
+        {
+            "images": chat["images"],
+            "text": "<start_of_image>ab" * len(chat["images"]) + chat["messages"][-1]["content"],
+        }
+        for chat in conversations(rows)
+    ]
+
+
 @pytest.mark.slow
-def test_the_script_takes_images_of_files(tmp_path):
+@pytest.mark.parametrize(("name", "rows"), [("finetune_chat.py", conversations), ("finetune.py", documents)])
+def test_the_script_takes_images_of_files(name, rows, tmp_path):
     model, processor = model_and_processor()
     model.float().save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
-    with (tmp_path / "chats.jsonl").open("w") as file:
-        for row, chat in enumerate(conversations(40)):
-            names = [f"{row}-{place}.png" for place in range(len(chat["images"]))]
-            for name, image in zip(names, chat["images"], strict=True):
-                image.save(tmp_path / name)
-            file.write(json.dumps(chat | {"images": names}) + "\n")
-    one, grid = run_chat_script(tmp_path, timeout=300)
+    write_rows(tmp_path, rows(40))
+    one, grid = run_chat_script(tmp_path, timeout=300, name=name)
     assert "eval_loss" in one[-1] and one[0]["loss"] > 1
     assert worst_difference(grid, one) < 1e-4  # float32
+
+
+def test_documents_with_images_are_rows_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    model, processor = model_and_processor()
+    texts = documents(6)
+    texts[3]["text"] = ""  # nothing to predict: no row
+    args = DataArguments(data=write_rows(tmp_path, texts), sequence_length=40)
+    rows = load_rows(args, processor).train
+    kept = [text for text in texts if text["text"]]
+    assert rows["text"] == [text["text"] + "<end>" for text in kept]
+    assert [len(row["images"]) for row in rows] == [len(text["images"]) for text in kept] == [0, 1, 2, 1, 2]
+
+    image = processor.tokenizer.image_token_id
+    batch = ImageCollator(processor)(list(rows))
+    pixels = processor.image_processor([image for text in kept for image in text["images"]], return_tensors="pt")
+    torch.testing.assert_close(batch["pixel_values"], pixels["pixel_values"], rtol=0, atol=0)
+    for ids, labels, mask, row in zip(
+        batch["input_ids"], batch["labels"], batch["attention_mask"], rows["input_ids"], strict=True
+    ):
+        assert ids[: len(row)].tolist() == row and mask.tolist() == [1] * len(row) + [0] * (len(ids) - len(row))
+        learnt = [token if token != image else -100 for token in row]
+        assert labels.tolist() == learnt + [-100] * (len(ids) - len(row))
+    assert (batch["input_ids"] == image).sum() == 4 * 6  # four places an image
+    assert model.double()(**batch | {"pixel_values": batch["pixel_values"].double()}).loss > 1
+
+
+def test_documents_whose_images_do_not_fit_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    _, processor = model_and_processor()
+    path = write_rows(tmp_path, documents(6))
+
+    def refused(message: str, processing=processor, **options) -> None:
+        with pytest.raises(ValueError, match=message):
+            load_rows(DataArguments(data=path, **{"sequence_length": 40} | options), processing)
+
+    refused("a tokenizer and no processor of images", chat_tokenizer())
+    refused("omit --packing", packing=True)
+    refused(
+        r"[1-6] of 6 documents with images are longer than --sequence_length 12, up to \d+ tokens", sequence_length=12
+    )
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text('{"text": "abc"}\n')
+    refused("one alone has a column images", held_out_data=str(plain))
+    rows = documents(3)
+    rows[1]["text"] = rows[1]["text"].replace("<start_of_image>", "")
+    write_rows(tmp_path, rows)
+    refused("document 2 has 1 images, and in its text 0 times <start_of_image>: write it once")
+    write_rows(tmp_path, documents(3))
+    (tmp_path / "2-1.png").unlink()
+    refused(r"2-1.png, an image, is not there \(1 are not\)")
+    Path(path).write_text('{"text": "<start_of_image>", "images": "2-0.png"}\n')
+    refused("images of row 1 are '2-0.png': write a list of files")
+
+
+def test_the_same_text_under_another_image_is_another_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    texts = [text | {"text": "<start_of_image>" * len(text["images"]) + "ab"} for text in documents(7)]
+    found = load_documents(DataArguments(data="none"), write_rows(tmp_path, texts))
+    assert same_documents(found, [["text", "images"]]).tolist() == [0, 1, 2, 0, 4, 5, 0]
+    assert same_documents(found, [["text"]]).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_labels_of_image_tokens_that_are_learnt_are_all_dropped_or_all_kept():
