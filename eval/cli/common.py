@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "SIZES",
         "help": "data=1,z=2,y=1,x=2 (default: axonn_config of accelerate launch, else none)",
     },
-    "--trust_remote_code": {"action": "store_true", "help": "execute code that comes with the model"},
+    "--trust_remote_code": {"action": "store_true", "help": "execute code that comes with the model or tokenizer"},
     "--samples": {"reads": "samples", "help": "what `samples` wrote"},
     "--runs": {
         "reads": "run",
@@ -127,12 +127,14 @@ def load(arguments: argparse.Namespace, **options: Any):
 
 
 def load_tokenizer(path: str, arguments: argparse.Namespace):
-    """Load the tokenizer of a command that needs no model, without torch where the process is the command's own."""
+    """Load the tokenizer of a command that needs no model, without torch where the process is the command's own; the
+    command takes --trust_remote_code.
+    """
     from hf_axonn.compat.without_torch import without_torch
     from hf_axonn_eval.extraction.load_model import load_tokenizer
 
     with without_torch() if arguments.own_process else nullcontext():
-        return load_tokenizer(path)
+        return load_tokenizer(path, trust_remote_code=arguments.trust_remote_code)
 
 
 def show(

@@ -15,6 +15,7 @@ def add(commands) -> None:
     add = command(commands, "export", "samples as tasks of lm-evaluation-harness or OpenUnlearning", run)
     add("--samples", required=True)
     add("--tokenizer", required=True, help="the tokenizer of the samples, to write them as texts")
+    add("--trust_remote_code")
     add("--format", required=True, choices=_FORMATS, help="the tool")
     add("--output", required=True, writes="export", help="directory for the tasks and their data")
     add("--name", metavar="NAME", help="of the tasks (default: that of the samples file)")

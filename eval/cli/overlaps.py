@@ -14,6 +14,7 @@ def add(commands) -> None:
     held_out = "the same of documents that nobody trained on"
     add("--held_out", nargs="+", default=[], reads="documents", help=held_out)
     add("--tokenizer", help="compare token ids, not words; needed for texts beside ids")
+    add("--trust_remote_code")
     add("--output", required=True, writes="overlaps", help="JSON file to write")
     add("--drop", writes="ids", help="also write the ids that `samples --drop` should leave out, one a line")
     add("--ngram", type=at_least_one, default=8, help="words, or ids, in a run (default 8)")

@@ -27,6 +27,7 @@ def add(commands) -> None:
     drop = "leave out the documents with these ids, one a line, as `overlaps` writes them"
     add("--drop", reads="ids", help=drop)
     add("--tokenizer", required=True, help="the tokenizer of the models that are to be measured")
+    add("--trust_remote_code")
     add("--output", required=True, writes="samples", help="samples file to write")
     add("--protocol", choices=PROTOCOLS, help="a published way of asking; options below change it")
     add("--sampling", choices=KINDS, help="where to cut (default offsets; a protocol says it itself)")
@@ -118,6 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
     if kind_of(arguments.tokenizer) == ("model", ""):
         model, name = arguments.tokenizer, run_name(arguments.tokenizer)
     words = ["hf-axonn-eval", "extract", "--model", model, "--samples", arguments.output, "--output", f"runs/{name}"]
+    words += ["--trust_remote_code"] if arguments.trust_remote_code else []
     say("next:")
     say(f"    {shlex.join(words)}")
 

@@ -126,13 +126,18 @@ def check_output(path: str | os.PathLike[str], expected: str, option: str) -> No
         expected: the kind of what it writes.
         option: which names the path.
     Raises:
-        ValueError: what is there is of another kind.
+        ValueError: what is there is of another kind, or a file where a directory is written, or the other way round.
     """
     found = kind_of(path)
     if found is not None and found.kind != expected:
         raise ValueError(
             f"{path}{found.where} looks like {_WHAT[found.kind]}, and {option} would write {_WHAT[expected]} there: "
             "name another place."
+        )
+    if os.path.exists(path) and os.path.isdir(path) != (expected in _FOLDERS):
+        there, needed = ("file", "directory") if expected in _FOLDERS else ("directory", "file")
+        raise ValueError(
+            f"{path} is a {there}, and {option} would write {_WHAT[expected]} there, a {needed}: name another place."
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_axonn.compat.own_code import refuse_own_code
 from hf_axonn_eval.extraction import weights_on_disk as weights
 from hf_axonn_eval.extraction.work_split import WorkSplit
 
@@ -52,7 +53,8 @@ def load_model(
             alike, if the tokenizer is the wrong one.
     Raises:
         ValueError: nothing there, weights missing, a grid that is not the number of processes, no tokenizer, a
-            revision of a directory, or a training record that its model card contradicts. On every rank alike.
+            revision of a directory, code of its own that may not run, or a training record that its model card
+            contradicts. On every rank alike.
     Collectives: over the world; with a grid, those of `hf_axonn.from_pretrained`.
     """
     if dtype not in DTYPES:
@@ -75,17 +77,20 @@ def load_model(
         options |= {"adapter_kwargs": {"revision": exact}} if adapter else {"revision": exact}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    # before loading: shards that are missing would be read as noise, on a grid by every rank its own
-    if directory is not None and weights.is_sharded(directory):
-        work_split.on_rank_zero(lambda: weights.check_complete(directory, _shapes(directory, trust_remote_code)))
-
     of_model = tokenizer is None or str(tokenizer) == str(path)
     loaded_tokenizer = load_tokenizer(
         tokenizer or path, trust_remote_code=trust_remote_code, revision=exact if of_model else None
     )
     if check_tokenizer is not None:
         check_tokenizer(loaded_tokenizer)
-    model = _on_grid(path, grid, options) if grid is not None and grid.size > 1 else _on_one_process(path, options)
+    try:
+        # before loading: shards that are missing would be read as noise, on a grid by every rank its own
+        if directory is not None and weights.is_sharded(directory):
+            work_split.on_rank_zero(lambda: weights.check_complete(directory, _shapes(directory, trust_remote_code)))
+        model = _on_grid(path, grid, options) if grid is not None and grid.size > 1 else _on_one_process(path, options)
+    except ValueError as error:
+        refuse_own_code(str(path), error)
+        raise
     model.eval()
     return LoadedModel(
         model=model,
@@ -108,7 +113,7 @@ def load_tokenizer(path: str | os.PathLike, *, trust_remote_code: bool = False, 
     """Load the tokenizer of a directory, or of a name on the hub, there of a branch, tag or commit if one is named.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: there is none, it is damaged, or it comes with code of its own, which may not run.
     """
     from transformers import AutoTokenizer
 
@@ -116,6 +121,7 @@ def load_tokenizer(path: str | os.PathLike, *, trust_remote_code: bool = False, 
         options = {} if revision is None else {"revision": revision}
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # noqa: BLE001 - that of the library tokenizers has no class of its own
+        refuse_own_code(str(path), error)
         raise ValueError(
             f"no tokenizer at {path}; name its directory with tokenizer=... (--tokenizer). {error}"
         ) from error

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hf_axonn.compat.own_code import refuse_own_code
+from hf_axonn.checkpoint.model_config import read_config
 from hf_axonn.compat.transformers import from_config_of
 
 
@@ -78,14 +78,7 @@ def config_of(model: str) -> PreTrainedConfig:
     if model in CONFIG_MAPPING and not path.exists():
         config = CONFIG_MAPPING[model]()
     else:
-        try:
-            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as problem:
-            refuse_own_code(model, problem)
-            raise ValueError(
-                f"{model} is no model: give a directory with a config.json, such a file, a model type of "
-                f"Transformers as llama, or a name on the Hub ({str(problem).partition(chr(10))[0]})."
-            ) from None
+        config = read_config(model, more="a model type of Transformers as llama, ")
     text = config.get_text_config()
     if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return text

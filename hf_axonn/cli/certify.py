@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from hf_axonn.compat.own_code import add_own_code_option
+
 
 NOT_STARTED = 2
 
@@ -47,7 +49,7 @@ def add_certify(commands) -> None:
         default=3,
         help="optimizer steps; of a model at least 2, as the last one is the uneven end of the epoch",
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with --model")
+    add_own_code_option(parser)
     parser.add_argument("--output", help="a new folder, for certificate.json, certificate.html and logs")
 
 

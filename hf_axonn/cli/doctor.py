@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hf_axonn.compat.own_code import refuse_own_code, register_code
+from hf_axonn.compat.own_code import add_own_code_option, register_code
 from hf_axonn.compat.versions import NEEDED, OPTIONAL, bounds, check_versions, outside, requirements
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import read_launch_file, write_temporary
@@ -63,7 +63,7 @@ def add_doctor(commands) -> None:
     )
     parser.add_argument("--config", required=True, help="the launch file, with a section axonn_config")
     parser.add_argument("--model", help="a model's directory, its config.json, or its name on the hub")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with --model")
+    add_own_code_option(parser)
     parser.add_argument("--batch", type=int, help="rows of a micro-batch, per_device_train_batch_size")
     parser.add_argument("--seq", type=int, help=f"tokens of a row; by default {SEQUENCE}, or what the model allows")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
@@ -161,13 +161,14 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
     """
     import torch
 
+    from hf_axonn.checkpoint.model_config import read_config
     from hf_axonn.compat.torch import fake_world
     from hf_axonn.engine.state import parallel_state
     from hf_axonn.layers.attention_chunks import LARGEST
     from hf_axonn.parallel.documents import count_mask_bytes, describe_mask
     from hf_axonn.parallel.parallelize import parallelize
 
-    config = _model_config(options.model)
+    config = read_config(options.model)
     _examine_folder(Path(options.model), findings)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     options.seq = options.seq or min(SEQUENCE, longest or SEQUENCE)
@@ -200,30 +201,6 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
         if grid.context == 1 and count_mask_bytes(model, options.batch, options.seq) > LARGEST:
             findings.facts.append(f"packing: {describe_mask(model, options.batch, options.seq)}")
     _examine_memory(launch, options, config.to_dict(), model, layout, findings)
-
-
-def _model_config(name: str):
-    from transformers import AutoConfig
-
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"{name} has no config.json{_instead(path)}.")
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as problem:
-        refuse_own_code(name, problem)
-        raise ValueError(f"{name} is no model: {str(problem).partition(chr(10))[0]}") from None
-
-
-def _instead(folder: Path) -> str:
-    """Say what a folder without config.json holds, and what to give instead; nothing if it is not known."""
-    if (folder / "adapter_config.json").is_file():
-        base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
-        return f", it holds an adapter: give its base model, {base}"
-    if any(folder.glob("*.gguf")):
-        return ", it holds GGUF files, which have their configuration inside: give the config.json of the model"
-    inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
-    return f": give one of those inside it, {', '.join(inside)}" if inside else ""
 
 
 def _examine_folder(folder: Path, findings: Findings) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from hf_axonn.cli.plan_report import in_short, inline, number_of, section_lines, sizes
 from hf_axonn.compat.arguments import with_reason
-from hf_axonn.compat.own_code import register_code
+from hf_axonn.compat.own_code import add_own_code_option, register_code
 from hf_axonn.config import PRECISIONS
 from hf_axonn.launch.launch_file import core_count, gpu_count
 from hf_axonn.planner.dense import GPTS
@@ -70,7 +70,7 @@ def add_init(commands) -> None:
         "no option says.",
     )
     parser.add_argument("--model", help=f"{MODEL_HELP}; without it the grid is the default one")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with --model")
+    add_own_code_option(parser)
     parser.add_argument("--nodes", type=with_reason(number), help="nodes, each with as many processes; 1 by default")
     parser.add_argument(
         "--processes",

@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_axonn.cli.plan_report import cost, doubts, header, lines, sweep_lines
 from hf_axonn.compat.arguments import with_reason
-from hf_axonn.compat.own_code import register_code
+from hf_axonn.compat.own_code import add_own_code_option, register_code
 from hf_axonn.config import OFFLOADED
 from hf_axonn.planner import confidence, settings
 from hf_axonn.planner.dense import GPTS
@@ -70,7 +70,7 @@ def add_plan(commands) -> None:
         required=True,
         help=f"a config.json, its directory, a name on the hub (org/model), or {', '.join(GPTS)}",
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with --model")
+    add_own_code_option(parser)
     parser.add_argument("--machine", required=True, help=f"{', '.join(known_machines())}, or a JSON file")
     parser.add_argument("--gpus", type=with_reason(number), help="number of GPUs")
     batch = parser.add_mutually_exclusive_group(required=True)

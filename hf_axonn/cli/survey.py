@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from hf_axonn.compat.own_code import add_own_code_option, register_code
 from hf_axonn.topology.grid import Grid
 
 
@@ -52,7 +53,7 @@ def add_survey(commands) -> None:
     )
     parser.add_argument("model", help="a model type, a model's directory, its config.json, or its name on the hub")
     parser.add_argument("--grids", default=",".join(GRIDS), help="some of the eight, separated by commas")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
+    add_own_code_option(parser)
     parser.add_argument("--output", help="a new folder, for a certificate of each grid")
 
 
@@ -68,7 +69,6 @@ def run_survey(options: argparse.Namespace) -> int:
 
     from hf_axonn.architectures.plan import plan_for
     from hf_axonn.certificate.shrinking import config_of
-    from hf_axonn.compat.own_code import register_code
 
     names = options.grids.split(",")
     if wrong := [name for name in names if name not in GRIDS]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
+
+
+def add_own_code_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--trust-remote-code` to a command, which calls `register_code` where it is given."""
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
 
 
 def refuse_own_code(name: str, problem: Exception | None = None) -> None:
@@ -17,7 +23,8 @@ def refuse_own_code(name: str, problem: Exception | None = None) -> None:
     """
     if problem is None or "trust_remote_code" in str(problem):
         raise ValueError(
-            f"{name} comes with code of its own: read it, and give --trust-remote-code, which runs it."
+            f"{name} comes with code of its own: read it, and give --trust-remote-code (in Python "
+            "trust_remote_code=True), which runs it."
         ) from None
 
 

@@ -54,6 +54,18 @@ def test_a_type_without_blocks_has_no_certificate(capsys):
     assert "--grids: x4 is none of x2, y2" in capsys.readouterr().err
 
 
+def test_a_folder_of_adapters_is_refused_with_the_base_model(tmp_path, capsys):
+    launch, folder = tmp_path / "axonn.yaml", tmp_path / "adapter"
+    settings = {"distributed_type": "MULTI_GPU", "num_processes": 2, "use_cpu": True}
+    launch.write_text(yaml.safe_dump({**settings, "axonn_config": {"grid": {"x": 2}}}))
+    folder.mkdir()
+    for base, named in (("some/base", "give its base model, some/base."), (None, "give its base model.")):
+        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        for command in (["survey", str(folder)], ["certify", "--config", str(launch), "--model", str(folder)]):
+            assert main(command) == 2
+            assert f"{folder} has no config.json, it holds an adapter: {named}\n" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_certificate_of_a_grid(tmp_path, capsys):
     assert main(["survey", "olmo2", "--grids", "x2", "--output", str(tmp_path / "out")]) == 0
@@ -134,7 +146,7 @@ def test_other_commands_run_own_code_where_it_may_run(tmp_path, capsys, monkeypa
     for command in output:
         assert main(command.split()) == 2, command
         refused = capsys.readouterr().err
-        assert "comes with code of its own: read it, and give --trust-remote-code, which runs it." in refused
+        assert "comes with code of its own: read it, and give --trust-remote-code" in refused
     for command, expected in output.items():
         assert main([*command.split(), "--trust-remote-code"]) in (0, 1), command
         assert expected in capsys.readouterr().out, command

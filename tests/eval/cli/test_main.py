@@ -8,6 +8,7 @@ import sys
 from html import unescape
 
 import pytest
+from transformers import dynamic_module_utils
 
 from hf_axonn_eval.__main__ import main
 from hf_axonn_eval.data.results import RunDirectory
@@ -101,6 +102,51 @@ def test_bad_input_is_exit_code_2_with_a_message(place, tmp_path, capsys, comman
     told = capsys.readouterr().err
     assert told.startswith("error: ") and message in told and "Traceback" not in told
     assert not (tmp_path / "out").exists()
+
+
+def test_code_of_a_model_or_tokenizer_runs_only_where_it_may(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    build(place, tmp_path / "samples.jsonl")
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    own_config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    names = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    for folder, file, changes in ((model, "config.json", own_config), (tokenizer, "tokenizer_config.json", names)):
+        shutil.copytree(place / "base", folder)
+        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
+        (folder / "own.py").write_text(
+            "from transformers import LlamaConfig, PreTrainedTokenizerFast as OwnTokenizer\n"
+            "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        )
+    documents = ["--documents", str(place / "documents.jsonl"), "--number_documents", "--bucket", "1"]
+    documents += ["--text_key", "body"]
+    own = ["--tokenizer", str(tokenizer), "--output", str(tmp_path / "out")]
+    samples = ["--samples", str(tmp_path / "samples.jsonl")]
+    may = "--trust_remote_code"
+    commands = (
+        ["samples", *documents, *own],
+        ["overlaps", *documents, *own],
+        ["export", *samples, "--format", "lm-eval", *own],
+        ["extract", *samples, "--model", str(place / "base"), *own],
+        ["extract", *samples, "--model", str(model), "--output", str(tmp_path / "out")],
+    )
+    for command in commands:
+        assert main(command) == 2 and not (tmp_path / "out").exists()
+        assert "comes with code of its own: read it, and give --trust-remote-code" in capsys.readouterr().err
+    for command in commands[:2]:
+        assert main([*command[:-1], str(tmp_path / command[0]), may]) == 0
+    assert may in next(line for line in capsys.readouterr().out.splitlines() if "hf-axonn-eval extract" in line)
+
+
+def test_an_output_that_is_a_file_in_place_of_a_directory_is_refused_before_anything_is_read(place, tmp_path, capsys):
+    build(place, tmp_path / "samples.jsonl")
+    (tmp_path / "run").write_text("text")
+    command = ["extract", "--model", str(place / "absent"), "--samples", str(tmp_path / "samples.jsonl"), "--output"]
+    assert main([*command, str(tmp_path / "run")]) == 2
+    assert "run is a file, and --output would write the output of an `extract` run there, a" in capsys.readouterr().err
+    words = f"samples --documents {place}/documents.jsonl --tokenizer {place}/base --output {tmp_path}"
+    assert main(words.split()) == 2
+    assert f"{tmp_path} is a directory, and --output would write samples there, a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
