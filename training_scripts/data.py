@@ -12,6 +12,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from hf_axonn_scripts.buckets import read_buckets, repeat, same_documents, shared_with, warnings_of
@@ -202,6 +203,8 @@ def load_documents(args: DataArguments, name: str) -> datasets.Dataset:
             found = open_images(found, path.parent) if "images" in found.column_names else found
         else:
             found = datasets.load_dataset(name, args.data_config, split=args.split)
+    except StopIteration:  # of a file without a line
+        raise ValueError(f"{name} holds no documents") from None
     except datasets.exceptions.DatasetGenerationError as error:
         raise ValueError(f"{name} cannot be read: {error.__cause__ or error}") from error
     except (FileNotFoundError, ConnectionError) as error:
@@ -216,6 +219,14 @@ def load_documents(args: DataArguments, name: str) -> datasets.Dataset:
         raise ValueError(
             f"{name} has no column {args.text_column!r}: give --text_column one of {', '.join(found.column_names)}"
         )
+    content = "input_ids" if "input_ids" in found.column_names else args.text_column
+    try:
+        found.data.column(content).validate(full=True)  # pyarrow reads other bytes as text, too
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{name} is not UTF-8: write the file as UTF-8 ({error})") from None
+    first = pc.index(pc.is_null(found.data.column(content)), True).as_py()
+    if first >= 0:
+        raise ValueError(f"{name}, document {first + 1} has no {content}: leave it out")
     return as_pictures(found, decode=False) if "images" in found.column_names else found
 
 
@@ -254,6 +265,11 @@ def to_rows(documents: datasets.Dataset, args: DataArguments, tokenizer) -> data
 def largest_id(rows: datasets.Dataset) -> int:
     """Return the largest token id of rows."""
     return max(pc.max(pc.list_flatten(chunk)).as_py() for chunk in rows.data.column("input_ids").chunks if len(chunk))
+
+
+def longest_row(rows: datasets.Dataset) -> int:
+    """Return the tokens of the longest row."""
+    return int(pc.max(pc.list_value_length(rows.data.column("input_ids"))).as_py())
 
 
 def tokenize(texts: Sequence[str], tokenizer) -> list[list[int]]:

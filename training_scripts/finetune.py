@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,10 +36,12 @@ from transformers import (
 
 import hf_axonn
 from hf_axonn import AxonnConfig, GoldfishConfig, GoldfishTrainer
+from hf_axonn.compat.own_code import refuse_own_code
 from hf_axonn.engine.documents import why_documents_mix
+from hf_axonn.planner.from_settings import too_long
 from hf_axonn_scripts import is_first
-from hf_axonn_scripts.announce import Announcement, say_data, say_saved, say_used, use_terminal
-from hf_axonn_scripts.data import DataArguments, Rows, largest_id, load_documents, load_rows
+from hf_axonn_scripts.announce import Announcement, say, say_data, say_saved, say_used, use_terminal
+from hf_axonn_scripts.data import DataArguments, Rows, largest_id, load_documents, load_rows, longest_row
 from hf_axonn_scripts.images import ImageCollator
 
 
@@ -70,6 +73,11 @@ class ModelArguments:
     )
 
     def __post_init__(self):
+        if (Path(self.model) / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{self.model} holds adapters, which would stay frozen: give the model that they are for "
+                f"({hf_axonn.adapter_base(self.model)}), and --lora_r for new ones"
+            )
         if self.lora_r < 0:
             raise ValueError(f"lora_r is {self.lora_r}: give the rank of the adapters, or 0 to train all weights")
 
@@ -109,6 +117,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
         parser.error(str(error))
     if args.eval_strategy != "no" and not (data_args.held_out or data_args.held_out_data):
         parser.error(f"--eval_strategy {args.eval_strategy} needs --held_out or --held_out_data")
+    resumed = args.resume_from_checkpoint
+    if resumed and resumed != "last" and not Path(resumed).is_dir():
+        parser.error(f"--resume_from_checkpoint {resumed} is no folder; last is the newest one in --output_dir")
     return model_args, data_args, args
 
 
@@ -116,18 +127,27 @@ def load_tokenizer(args: ModelArguments, auto_class: type = AutoTokenizer):
     """Load the tokenizer, or the processor with its own.
 
     A tokenizer without a padding token pads with its end of sequence, which the labels leave out.
+
+    Raises:
+        ValueError: it has neither of the two, there is no such model, or code that comes with it would have to run.
     """
     gguf = {"gguf_file": args.gguf_file} if args.gguf_file and not args.tokenizer else {}
     name = args.tokenizer or args.model
     try:
         loaded = auto_class.from_pretrained(name, trust_remote_code=args.trust_remote_code, **gguf)
     except (ValueError, OSError) as error:
+        refuse_own_code(name, error)
         if Path(name).exists():
             raise
         raise ValueError(f"{name} is neither a folder here, nor a model on the hub: {error}") from error
     tokenizer = getattr(loaded, "tokenizer", loaded)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise ValueError(
+            f"the tokenizer {name} has neither a padding token nor an end of sequence: set pad_token and eos_token in "
+            "its tokenizer_config.json, or name another with --tokenizer"
+        )
     return loaded
 
 
@@ -172,18 +192,37 @@ def add_lora(model, args: ModelArguments):
     )
 
 
-def check_tokenizer(args: ModelArguments, rows: Rows) -> None:
-    """Compare the ids of the rows with the vocabulary in the model's configuration, before any weight is read.
+def make_output(folder: Path) -> None:
+    """Make the output directory before weights are read, not after training.
 
     Raises:
-        ValueError: an id is too large for the model.
+        ValueError: it cannot be made, or nothing can be written there.
     """
-    if (Path(args.model) / "adapter_config.json").is_file():
-        return  # the configuration is with its base model
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output_dir {folder} cannot be made ({error.strerror}): name another folder") from None
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--output_dir {folder} cannot be written to: name another folder")
+
+
+def check_rows(args: ModelArguments, rows: Rows) -> None:
+    """Compare the rows with the model's configuration, before any weight is read: the ids with its vocabulary, and the
+    longest row with its positions, of which it warns, as some models take more than their configuration says.
+
+    Raises:
+        ValueError: an id is too large for the model, or code that comes with the model would have to run.
+    """
     gguf = {"gguf_file": args.gguf_file} if args.gguf_file else {}
-    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code, **gguf)
-    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
-    largest = max(largest_id(part) for part in (rows.train, rows.held_out) if part is not None)
+    try:
+        config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code, **gguf)
+    except ValueError as error:
+        refuse_own_code(args.model, error)
+        raise
+    text, parts = config.get_text_config(), [part for part in (rows.train, rows.held_out) if part is not None]
+    if long := too_long(max(map(longest_row, parts)), getattr(text, "max_position_embeddings", None) or 0):
+        say(f"warning: {long}: give a shorter --sequence_length.")
+    vocabulary, largest = getattr(text, "vocab_size", None), max(map(largest_id, parts))
     if vocabulary is not None and largest >= vocabulary:
         raise ValueError(
             f"the data have the token id {largest}, but the vocabulary of {args.model} ends at {vocabulary - 1}: the "
@@ -226,13 +265,16 @@ def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
             tokenizer = load_tokenizer(model_args, AutoProcessor if seen else AutoTokenizer)
             rows = load_rows(data_args, tokenizer, seed=args.seed)
         say_data(data_args, rows, None if args.max_steps > 0 else args.num_train_epochs)
-        check_tokenizer(model_args, rows)
+        check_rows(model_args, rows)
+        make_output(output)
         auto_class = AutoModelForImageTextToText if seen else AutoModelForCausalLM
         model = load_model(model_args, grid, auto_class)
         if data_args.packing:
             check_packing(model, args)
         frozen = load_frozen(model_args, grid, args, auto_class)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError):
+            error = ValueError(f"the weights of {model_args.model} are damaged ({error}): copy or download them again")
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the first of this machine, whose files may be others
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         raise SystemExit(2) from error

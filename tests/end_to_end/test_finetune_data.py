@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -154,7 +155,13 @@ def test_places_without_data_are_named(tokenizer, tmp_path, cache, monkeypatch):
     broken.write_text('{"text": "the fox"}\n{"text": \n', encoding="utf-8")
     saved = tmp_path / "saved"
     datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["the fox"]})}).save_to_disk(saved)
+    (tmp_path / "none.jsonl").touch()
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "the fox"}\n{"text": "\u00e9t\u00e9"}\n'.encode("latin-1"))
+    lacking = write_lines(tmp_path / "lacking.jsonl", [{"text": "the fox"}, {"id": "b"}])
     for source, message in (
+        (tmp_path / "none.jsonl", "none.jsonl holds no documents"),
+        (tmp_path / "latin.jsonl", "latin.jsonl is not UTF-8: write the file as UTF-8"),
+        (lacking, "lacking.jsonl, document 2 has no text: leave it out"),
         (empty, "holds no .txt file"),
         (broken, "broken.jsonl cannot be read"),
         (tmp_path / "nowhere.jsonl", "neither a file nor a folder"),
@@ -299,9 +306,28 @@ def test_gguf_options_reach_the_loader(monkeypatch):
         (["--eval_strategy", "epoch"], "needs --held_out or --held_out_data"),
         (["--text_column", "body"], "no column 'body'"),
         (["--model", "./nowhere"], "nowhere"),
+        (["--resume_from_checkpoint", "./nowhere"], "nowhere is no folder; last is the newest one in --output_dir"),
+        (["--output_dir", "documents.jsonl"], "cannot be made (File exists): name another folder"),
+        (["--model", "adapters"], "give the model that they are for (some/base), and --lora_r for new ones"),
+        (["--model", "cut"], "the weights of cut are damaged"),
+        (["--model", "own"], "own comes with code of its own: read it, and give --trust-remote-code"),
+        (["--tokenizer", "own_words"], "own_words comes with code of its own: read it, and give --trust-remote-code"),
+        (["--tokenizer", "no_end"], "the tokenizer no_end has neither a padding token nor an end of sequence"),
     ],
 )
-def test_a_bad_command_line_ends_with_code_2(model_directory, tmp_path, cache, capsys, more, message):
+def test_a_bad_command_line_ends_with_code_2(model_directory, tmp_path, cache, capsys, monkeypatch, more, message):
+    monkeypatch.chdir(tmp_path)
+    own_words = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    for name, file, change in (
+        ("own", "config.json", {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}),
+        ("own_words", "tokenizer_config.json", own_words),
+        ("no_end", "tokenizer_config.json", {"pad_token": None, "eos_token": None}),
+        ("adapters", "adapter_config.json", {"base_model_name_or_path": "some/base"}),
+    ):
+        path = Path(shutil.copytree(model_directory, name), file)
+        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **change}))
+    weights = Path(shutil.copytree(model_directory, "cut"), "model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(SystemExit) as stopped:
         finetune.main(command(model_directory, tmp_path, *more))
     assert stopped.value.code == 2
@@ -310,6 +336,15 @@ def test_a_bad_command_line_ends_with_code_2(model_directory, tmp_path, cache, c
         in [line for line in capsys.readouterr().err.splitlines() if line.startswith(Path(sys.argv[0]).name)][0]
     )
     assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_rows_longer_than_the_model_are_warned_of(model_directory, tokenizer, tmp_path, cache, capsys):
+    lines = write_lines(tmp_path / "documents.jsonl", [{"text": " ".join(WORDS * 5)}])
+    for length in (64, 65):
+        rows = data.load_rows(data.DataArguments(data=lines, sequence_length=length), tokenizer)
+        finetune.check_rows(finetune.ModelArguments(model=str(model_directory)), rows)
+        warned = "warning: sequences of 65 tokens are longer than the 64 that the config" in capsys.readouterr().out
+        assert warned == (length == 65)
 
 
 def test_help_is_readable(capsys):
