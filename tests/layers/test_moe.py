@@ -140,9 +140,8 @@ def test_two_steps():
     """Each kind on one of the grids. qwen3_moe has the ways of training below; olmoe differs from it in its sizes."""
     first, second = ([grid] for grid in FOUR)
     assert not errors(
-        Planned([two_steps("mixtral"), two_steps("deepseek_v3", before=biased)], first),
+        Planned([two_steps("mixtral", num_hidden_layers=1), two_steps("deepseek_v3", before=biased)], first),
         Planned([two_steps("gpt_oss"), two_steps("llama4_text", num_hidden_layers=1)], second),
-        Planned([two_steps("gpt_oss", num_hidden_layers=1)], first, by_blocks=False),
         Planned([two_steps("llama4_text", num_hidden_layers=1)], second, by_blocks=False),
     )
 
@@ -204,8 +203,8 @@ def test_ways_of_training(all_grids):
         case("kept", make, config=lambda grid: gathered(grid, keep_gathered="all")),
         case("no overlap", make, config=lambda grid: gathered(grid, overlap=NO_OVERLAP)),
     ]
-    if not all_grids:  # experts that no host reads are checkpointed, too
-        cases = [case for case in cases if case.name != "checkpointed"]
+    if not all_grids:  # experts that no host reads are checkpointed, too, and test_worst_order.py overlaps nothing
+        cases = [case for case in cases if case.name not in ("checkpointed", "no overlap")]
     on_each = (cases, cases) if all_grids else (cases[::2], cases[1::2])
     assert not errors(*(Planned(some, [grid]) for grid, some in zip(FOUR, on_each, strict=True)))
 
@@ -462,7 +461,9 @@ def _read(folder, pairs):
 
 def check_read(folder, pairs):
     """Kinds with settings; every rank looks at its own shards."""
-    plain = {kind: dict(AutoModelForCausalLM.from_pretrained(folder / kind).named_parameters()) for kind in KINDS}
+    pairs = list(pairs)
+    kinds = {kind for kind, _ in pairs}
+    plain = {kind: dict(AutoModelForCausalLM.from_pretrained(folder / kind).named_parameters()) for kind in kinds}
     run_ranks(_read, 4, folder, [(kind, config, plain[kind]) for kind, config in pairs])
 
 
@@ -470,8 +471,9 @@ READ_ON = [gathered(FOUR[0]), moved(FOUR[1]), gathered(Grid(z=4)), moved(Grid(z=
 
 
 def test_a_rank_reads_only_its_slices_of_every_expert(folder):
-    """Each kind in one of the ways."""
-    check_read(folder, [(kind, READ_ON[place % len(READ_ON)]) for place, kind in enumerate(CHOOSING)])
+    """Each kind in one of the ways; files hold the experts of olmoe as those of qwen3_moe."""
+    kinds = [kind for kind in CHOOSING if kind != "olmoe"]
+    check_read(folder, [(kind, READ_ON[place % len(READ_ON)]) for place, kind in enumerate(kinds)])
 
 
 @pytest.mark.slow
@@ -481,24 +483,22 @@ def test_a_rank_reads_only_its_slices_of_every_expert_on_every_grid(folder):
     check_read(folder, itertools.product(["llama4_text"], configs[: len(configs) // 2]))
 
 
-def _round_trip(folder):
+def _round_trip(folder, target, one, other):
     """Experts saved in one way are read where they lie in the other, with the state of an optimizer."""
     plain = dict(AutoModelForCausalLM.from_pretrained(folder / "mixtral").named_parameters())
-    trips = [(gathered(FOUR[1]), moved(Grid(y=4))), (moved(FOUR[1]), gathered(Grid(z=4)))]
-    for number, (one, other) in enumerate(trips):
-        model = from_pretrained(folder / "mixtral", config=one)
-        optimizer = stepped(model)
-        saved = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-        save_sharded(model, folder / f"sharded-{number}", optimizer=optimizer)
-        second, _ = parallelize(moe("mixtral", dtype=torch.float32, seed=5), config=other)
-        momentum = stepped(second)
-        load_sharded(second, folder / f"sharded-{number}", optimizer=momentum)
-        third = from_pretrained(folder / f"sharded-{number}", config=moved(Grid(data=2, x=2)))
-        for name, value in saved.items():
-            assert not torch.equal(value, plain[name]) and torch.equal(third.get_parameter(name).full_tensor(), value)
-            assert torch.equal(second.get_parameter(name).full_tensor(), value), name
-            states = optimizer.state[model.get_parameter(name)], momentum.state[second.get_parameter(name)]
-            assert torch.equal(*(state["exp_avg"].full_tensor() for state in states)), name
+    model = from_pretrained(folder / "mixtral", config=one)
+    optimizer = stepped(model)
+    saved = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    save_sharded(model, target, optimizer=optimizer)
+    second, _ = parallelize(moe("mixtral", dtype=torch.float32, seed=5), config=other)
+    momentum = stepped(second)
+    load_sharded(second, target, optimizer=momentum)
+    third = from_pretrained(target, config=moved(Grid(data=2, x=2)))
+    for name, value in saved.items():
+        assert not torch.equal(value, plain[name]) and torch.equal(third.get_parameter(name).full_tensor(), value)
+        assert torch.equal(second.get_parameter(name).full_tensor(), value), name
+        states = optimizer.state[model.get_parameter(name)], momentum.state[second.get_parameter(name)]
+        assert torch.equal(*(state["exp_avg"].full_tensor() for state in states)), name
 
 
 def stepped(model) -> torch.optim.Optimizer:
@@ -510,8 +510,13 @@ def stepped(model) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_a_checkpoint_of_one_grid_is_read_on_another(folder):
-    run_ranks(_round_trip, 4, folder)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(moved(FOUR[1]), gathered(Grid(z=4))), SLOW(gathered(FOUR[1]), moved(Grid(y=4)))],
+    ids=["moved", "gathered"],
+)
+def test_a_checkpoint_of_one_grid_is_read_on_another(folder, tmp_path, one, other):
+    run_ranks(_round_trip, 4, folder, tmp_path, one, other)
 
 
 def _report():

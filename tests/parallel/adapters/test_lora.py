@@ -119,7 +119,7 @@ MORE = {
 def _before_and_after(every, situations):
     """Adapters put in before `parallelize`, and after it; a situation on one grid before or on another after."""
     first, second, third = ([grid] for grid in ONE_OF_EACH)
-    table = compare(every, first) | compare(every[1:], second) | compare(situations[::2], first)
+    table = compare(every, first) | compare(situations[::2], first)
     for each, _ in every + situations:
         each.name, each.after = f"{each.name}, after", True
     return table | compare(every[:1], second) | compare(every[1:], third) | compare(situations[1::2], second)
@@ -137,7 +137,7 @@ def test_one_of_each_gradient_is_as_on_one_process():
     quick = [case for case in SITUATIONS if case.name not in MORE]
     every, situations = ([(each, each.truth()) for each in cases] for cases in (ON_EVERY_GRID, quick))
     table = run_ranks(_before_and_after, 4, every, situations)[0]
-    assert len(table) == 5 + len(quick)
+    assert len(table) == 4 + len(quick)
     assert not too_large(table, 1e-10)
 
 
@@ -154,15 +154,14 @@ def test_every_gradient_is_as_on_one_process():
 
 
 def _report_and_switching_off(batch, plain, adapted):
-    for grid in ONE_OF_EACH[:2]:
-        model, report = parallelize(adapted_model("llama"), grid)
-        assert sum(entry.kind == "adapter" for entry in report.entries) == 2 * 2 * 7
-        assert not [line for line in report.lines() if line.startswith("not sharded") and "lora" in line]
-        model.eval()
-        with torch.no_grad(), exact():
-            torch.testing.assert_close(model(**batch).logits, adapted, rtol=1e-10, atol=1e-10)
-            with model.disable_adapter():
-                torch.testing.assert_close(model(**batch).logits, plain, rtol=1e-10, atol=1e-10)
+    model, report = parallelize(adapted_model("llama"), Grid(z=2, x=2))
+    assert sum(entry.kind == "adapter" for entry in report.entries) == 2 * 2 * 7
+    assert not [line for line in report.lines() if line.startswith("not sharded") and "lora" in line]
+    model.eval()
+    with torch.no_grad(), exact():
+        torch.testing.assert_close(model(**batch).logits, adapted, rtol=1e-10, atol=1e-10)
+        with model.disable_adapter():
+            torch.testing.assert_close(model(**batch).logits, plain, rtol=1e-10, atol=1e-10)
     model, report = parallelize(adapt(unplanned_model()), Grid(y=2, x=2))
     assert sum(entry.kind == "adapter" for entry in report.entries) == 2 * 2 * 7
     assert sum(entry.kind == "linear" for entry in report.entries) == 2 * 7
@@ -223,31 +222,30 @@ SAVED = {
 }
 
 
-def _save_and_load(folder):
-    for name, make in SAVED.items():
-        saved, _ = parallelize(make().train(), Grid(z=2, x=2))
-        with exact():
-            fit(saved, [rows_of(tiny_batch(4, 7), Grid(z=2, x=2), saved.get_base_model().axonn.grid_mesh.rank)])
-        save_sharded(saved, folder / name)
-        loaded, _ = parallelize(make(), Grid(y=2, x=2))
-        load_sharded(loaded, folder / name)
-        for (key, value), other in zip(loaded.named_parameters(), saved.parameters(), strict=True):
-            assert torch.equal(full(value), full(other)), key
+def _save_and_load(folder, name):
+    saved, _ = parallelize(SAVED[name]().train(), Grid(z=2, x=2))
+    with exact():
+        fit(saved, [rows_of(tiny_batch(4, 7), Grid(z=2, x=2), saved.get_base_model().axonn.grid_mesh.rank)])
+    save_sharded(saved, folder)
+    loaded, _ = parallelize(SAVED[name](), Grid(y=2, x=2))
+    load_sharded(loaded, folder)
+    for (key, value), other in zip(loaded.named_parameters(), saved.parameters(), strict=True):
+        assert torch.equal(full(value), full(other)), key
 
 
-def test_adapters_saved_on_a_grid_load_on_another_and_in_plain_peft(tmp_path):
-    run_ranks(_save_and_load, 4, tmp_path)
-    for name, make in SAVED.items():
-        base = tiny_model("llama") if name == "llama" else unplanned_model()
-        loaded = PeftModel.from_pretrained(base, tmp_path / name, is_trainable=True)
-        expected = make().train()
-        with exact():
-            fit(expected, [tiny_batch(4, 7)])
-        before = dict(make().named_parameters())
-        truth = dict(expected.named_parameters())
-        assert any((truth[key] - value).abs().max() > 1e-3 for key, value in before.items())
-        for key, value in loaded.named_parameters():
-            torch.testing.assert_close(value, truth[key], rtol=1e-9, atol=1e-10)
+@pytest.mark.parametrize("name", ["llama", pytest.param("unlisted", marks=pytest.mark.slow)])
+def test_adapters_saved_on_a_grid_load_on_another_and_in_plain_peft(tmp_path, name):
+    run_ranks(_save_and_load, 4, tmp_path, name)
+    base = tiny_model("llama") if name == "llama" else unplanned_model()
+    loaded = PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+    expected = SAVED[name]().train()
+    with exact():
+        fit(expected, [tiny_batch(4, 7)])
+    before = dict(SAVED[name]().named_parameters())
+    truth = dict(expected.named_parameters())
+    assert any((truth[key] - value).abs().max() > 1e-3 for key, value in before.items())
+    for key, value in loaded.named_parameters():
+        torch.testing.assert_close(value, truth[key], rtol=1e-9, atol=1e-10)
 
 
 def half_model():
@@ -285,7 +283,7 @@ def _rounding(batches, truths, grids):
 
 
 @pytest.mark.parametrize(
-    "grids", [ONE_OF_EACH[:2], pytest.param(ONE_OF_EACH[2:], marks=pytest.mark.slow)], ids=["some", "others"]
+    "grids", [ONE_OF_EACH[:1], pytest.param(ONE_OF_EACH[1:], marks=pytest.mark.slow)], ids=["y and x", "others"]
 )
 def test_float32_adapters_on_a_bfloat16_model(grids):
     """As far from the float64 truth as one process is.
