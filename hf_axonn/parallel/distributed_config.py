@@ -34,9 +34,17 @@ def config_of_distributed(given: Any, grid: Grid | None, config: AxonnConfig | N
     `enable_sequence_parallel` is fulfilled by every grid: its residual stream is divided over x and y.
 
     Raises:
-        ValueError: it means another grid than `grid` or `config`, or a field that no grid fulfils.
+        ValueError: it means another grid than `grid` or `config`, or a field that no grid fulfils; a mapping has a
+            field that DistributedConfig has not, which Transformers drops.
     """
-    fields = dict(given) if isinstance(given, Mapping) else dict(vars(given))
+    if isinstance(given, Mapping):
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        try:
+            given = DistributedConfig(**given)  # which reads one field by the others
+        except TypeError as problem:
+            raise ValueError(f"{NAME}: {problem}.") from None
+    fields = dict(vars(given))
     for name, remedy in REFUSED.items():
         # tp_size alone stands for the model's own plan, {} for none.
         if fields.get(name) not in (None, False, "auto"):

@@ -88,7 +88,7 @@ def from_pretrained(
     from transformers import AutoModelForCausalLM
 
     if (distributed := kwargs.pop("distributed_config", None)) is not None:
-        config, grid = config_of_distributed(distributed, grid, config), None
+        config = config_of_distributed(distributed, grid, config)
     return load_shards(
         name_or_path, join_settings("from_pretrained", grid, config), auto_class or AutoModelForCausalLM, kwargs
     )

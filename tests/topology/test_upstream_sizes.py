@@ -10,6 +10,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_axonn.config import AxonnConfig
 from hf_axonn.parallel.distributed_config import NAME, REFUSED, config_of_distributed
+from hf_axonn.parallel.from_pretrained import from_pretrained
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.upstream_sizes import (
     ACCELERATE_SIZES,
@@ -85,6 +86,18 @@ def test_distributed_config_is_joined_with_what_stands_beside_it():
     assert config_of_distributed(tensor, None, beside) == beside
     with pytest.raises(ValueError, match=f"{NAME} has tp_size=2, which is the grid .*x=2, and beside it .*z=2"):
         config_of_distributed(tensor, Grid(z=2), None)
+    with pytest.raises(ValueError, match="grid is data=1,z=1,y=1,x=2, config.grid is data=1,z=2"):
+        from_pretrained("nothing", grid=Grid(x=2), config=AxonnConfig(grid=Grid(z=2)), distributed_config=tensor)
+
+
+def test_a_mapping_is_read_as_transformers_reads_it(monkeypatch):
+    """Some fields stand for others; a misspelt one is dropped by Transformers in silence."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert config_of_distributed({"tp_plan": "auto", "fsdp_size": 2}, None, None).grid == Grid(z=2, x=2)
+    with pytest.raises(ValueError, match="tp_plan is {}"):
+        config_of_distributed({"tp_size": 2, "enable_expert_parallel": True}, None, None)
+    with pytest.raises(ValueError, match="tp_sizes"):
+        config_of_distributed({"tp_sizes": 2}, Grid(z=2), None)
 
 
 def test_experts_travel_where_each_rank_has_its_own():
