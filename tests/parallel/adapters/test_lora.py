@@ -116,13 +116,16 @@ MORE = {
 }
 
 
-def _before_and_after(every, situations):
-    """Adapters put in before `parallelize`, and after it; a situation on one grid before or on another after."""
-    first, second, third = ([grid] for grid in ONE_OF_EACH)
-    table = compare(every, first) | compare(situations[::2], first)
-    for each, _ in every + situations:
-        each.name, each.after = f"{each.name}, after", True
-    return table | compare(every[:1], second) | compare(every[1:], third) | compare(situations[1::2], second)
+def _before_and_after(before, after):
+    """Adapters put in before `parallelize`, and after it; pairs of cases and of the grids that they run on."""
+    table = {}
+    for cases, grid in before:
+        table |= compare(cases, [grid])
+    for cases, grid in after:
+        for each, _ in cases:
+            each.name, each.after = f"{each.name}, after", True
+        table |= compare(cases, [grid])
+    return table
 
 
 def _all(every, situations):
@@ -135,10 +138,14 @@ def _all(every, situations):
 def test_one_of_each_gradient_is_as_on_one_process():
     assert {case.name for case in SITUATIONS} >= MORE
     quick = [case for case in SITUATIONS if case.name not in MORE]
-    every, situations = ([(each, each.truth()) for each in cases] for cases in (ON_EVERY_GRID, quick))
-    table = run_ranks(_before_and_after, 4, every, situations)[0]
-    assert len(table) == 4 + len(quick)
-    assert not too_large(table, 1e-10)
+    heads, (six, *others) = ([(each, each.truth()) for each in cases] for cases in (ON_EVERY_GRID, quick))
+    first, second, third = ONE_OF_EACH
+    on_four = [([*heads, six], first)], [(heads[:1], second), (heads[1:], third)]
+    on_two = [(others[::2], Grid(y=2))], [(others[1::2], Grid(x=2))]
+    for world, (before, after) in ((4, on_four), (2, on_two)):
+        table = run_ranks(_before_and_after, world, before, after)[0]
+        assert len(table) == sum(len(cases) for cases, _ in before + after)
+        assert not too_large(table, 1e-10)
 
 
 @pytest.mark.slow
