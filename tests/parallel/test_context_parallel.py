@@ -56,7 +56,7 @@ def checkpointed_case(case):
 
 
 FAMILIES = [
-    of_model("mistral", steps=3),
+    of_model("mistral"),
     of_model("gemma2", attention="eager", attn_logit_softcapping=20.0, final_logit_softcapping=15.0, **GEMMA),
     of_model("gemma3_text", **GEMMA),
     of_model("phi3", **LONG_ROPE),
@@ -71,14 +71,11 @@ NOT_HERE = ("attention weights", "smollm2")
 HERE = [case for case in SITUATIONS if not any(word in case.name for word in NOT_HERE)]
 QUICK = {
     "num_items_in_batch",
-    "tokens not divisible",
     "left padding",
     "sliding window, eager",
     "packed rows",
-    "accumulation of two shapes",
     "reentrant checkpointing, two shapes",
     "inputs_embeds",
-    "loss on hidden states",
     "loss of one's own",
     "loss on the base model",
     "loss in eval mode",
@@ -96,7 +93,7 @@ def test_kinds_of_attention_on_two_ranks():
 
 
 def test_context_beside_each_other_axis():
-    assert not errors([of_model("llama", steps=3)], FOUR)
+    assert not errors([of_model("llama")], FOUR)
 
 
 @pytest.mark.slow
