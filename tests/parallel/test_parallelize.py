@@ -59,12 +59,12 @@ def gradients(model, batch: dict, scale: float = 1.0) -> tuple[torch.Tensor, dic
     return loss.detach(), {name: its.grad for name, its in model.named_parameters() if its.grad is not None}
 
 
-def _others(kinds: list[str]) -> None:
+def _others(kinds: list[str], grids: list[list[Grid]]) -> None:
     batch = tiny_batch(4, 6)
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    for kind in kinds:
+    for kind, of_kind in zip(kinds, grids, strict=True):
         truth, expected = gradients(other_model(kind), batch)
-        for grid in GRIDS:
+        for grid in of_kind:
             model, report = parallelize(other_model(kind), grid)
             assert ("no block plan" in report.summary) == (kind == "unlisted")
             rows = 4 // grid.dp_size
@@ -93,11 +93,20 @@ def _check_report(model, report) -> None:
     assert report.summary in str(report)
 
 
+# Quick, each on one of the grids.
+EACH_ON = [GRIDS[place % 2] for place, _ in enumerate(OTHERS)]
+
+
 @pytest.mark.parametrize(
-    "kinds", [["gpt2", "opt", "gpt_neox"], ["phi", "gemma2", "unlisted", "mixtral", "doge"]], ids=str
+    "grids",
+    [
+        [[grid] for grid in EACH_ON],
+        pytest.param([[grid for grid in GRIDS if grid != own] for own in EACH_ON], marks=pytest.mark.slow),
+    ],
+    ids=["one grid each", "the other grids"],
 )
-def test_every_other_model(kinds):
-    run_ranks(_others, 4, kinds)
+def test_every_other_model(grids):
+    run_ranks(_others, 4, list(OTHERS), grids)
 
 
 def _classifier() -> None:
