@@ -86,8 +86,8 @@ def put_in_before(grid):
     return parallelize(adapt(llama()), grid)[0]
 
 
-def _use_in_turn(truth, each):
-    for number, grid in enumerate(TWO_GRIDS):
+def _use_in_turn(truth, each, grids):
+    for number, grid in enumerate(grids):
         for make in (put_in_after, put_in_before)[number % each :: each]:
             model = make(grid)
             for ours, its in zip(use_in_turn(model), truth, strict=True):
@@ -99,11 +99,19 @@ def _use_in_turn(truth, each):
 EACH = pytest.mark.parametrize("each", [2, pytest.param(1, marks=pytest.mark.slow)])
 
 
-@EACH
-def test_several_adapters(each):
+# Of files and of adapters in turn, quick are two ranks; what heads do on four is merged below.
+EACH_ON = pytest.mark.parametrize(
+    ("each", "grids"),
+    [(2, [Grid(x=2), Grid(z=2)]), pytest.param(1, TWO_GRIDS, marks=pytest.mark.slow)],
+    ids=["2", "1"],
+)
+
+
+@EACH_ON
+def test_several_adapters(each, grids):
     truth = use_in_turn(adapt(llama()))
     assert len({round(float(its.sum()), 9) for its in truth}) == 5  # a new DoRA does what LoRA does
-    run_ranks(_use_in_turn, 4, truth, each)
+    run_ranks(_use_in_turn, grids[0].size, truth, each, grids)
 
 
 # Merging.
@@ -197,13 +205,13 @@ FILES = {
 }
 
 
-def _files(each):
+def _files(each, grids):
     """The grids, each with the names of FILES that are written on it."""
-    return [(grid, list(FILES)[number % each :: each]) for number, grid in enumerate(TWO_GRIDS)]
+    return [(grid, list(FILES)[number % each :: each]) for number, grid in enumerate(grids)]
 
 
-def _write_and_read(folder, truths, each):
-    for grid, names in _files(each):
+def _write_and_read(folder, truths, files):
+    for grid, names in files:
         for name in names:
             options = FILES[name]
             model = adapt(sharded(grid), **options)
@@ -220,15 +228,16 @@ def _write_and_read(folder, truths, each):
             equal(logits(empty), truths[name])
 
 
-@EACH
-def test_files_go_between_a_grid_and_plain_peft(tmp_path, each):
+@EACH_ON
+def test_files_go_between_a_grid_and_plain_peft(tmp_path, each, grids):
     truths = {}
     for name, options in FILES.items():
         model = adapt(llama(), **options)
         truths[name] = logits(model)
         model.save_pretrained(tmp_path / name)
-    run_ranks(_write_and_read, 4, tmp_path, truths, each)
-    for grid, names in _files(each):
+    files = _files(each, grids)
+    run_ranks(_write_and_read, grids[0].size, tmp_path, truths, files)
+    for grid, names in files:
         for name in names:
             for folder in (f"{name}-{grid}", f"ours-{name}-{grid}"):
                 equal(logits(PeftModel.from_pretrained(llama(), tmp_path / folder)), truths[name])
