@@ -96,14 +96,14 @@ def resident(sizes, grids):
     return found
 
 
-# Every axis, beside another one; all grids of four are in the slow set.
+# Every axis, beside another one, in the last two; all grids of four are in the slow set.
 SOME = [Grid(y=2, x=2), Grid(z=2, x=2), Grid(data=2, y=2)]
 
 
 @pytest.mark.parametrize(
     ("sizes", "grids"),
     [
-        pytest.param(SIZES["that nothing divides"], SOME, id="that nothing divides, some"),
+        pytest.param(SIZES["that nothing divides"], SOME[1:], id="that nothing divides, some"),
         *(pytest.param(sizes, all_grids(4), id=name, marks=pytest.mark.slow) for name, sizes in SIZES.items()),
     ],
 )
@@ -165,7 +165,7 @@ def saved(layouts):
 
 
 @pytest.mark.parametrize(
-    "grids", [SOME, pytest.param(all_grids(4), marks=pytest.mark.slow)], ids=["some", "all of four"]
+    "grids", [SOME[:2], pytest.param(all_grids(4), marks=pytest.mark.slow)], ids=["some", "all of four"]
 )
 def test_a_layer_saves_what_the_formula_says(grids):
     one = of_one_layer(None)
@@ -384,8 +384,8 @@ PEAKS = [
 
 @pytest.mark.parametrize(
     "cases",
-    # Quick are two of each grid's four: those of x and z in turn with those of y and data.
-    [[*PEAKS[:2], *PEAKS[6:10], *PEAKS[14:]], pytest.param(PEAKS, marks=pytest.mark.slow)],
+    # Quick is one of each grid's four, another one on each.
+    [PEAKS[::5], pytest.param(PEAKS, marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
 def test_head_and_loss_hold_less_than_two_chunks_of_logits(cases):

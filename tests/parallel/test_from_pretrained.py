@@ -94,8 +94,8 @@ def _equal(folder: Path, on: dict[str, list[Grid]]) -> None:
 @pytest.mark.parametrize(
     "on",
     [
-        {"qwen3": GRIDS[::2], "smollm2": GRIDS[1::2]},
-        pytest.param({"qwen3": GRIDS[1::2], "smollm2": GRIDS[::2]}, marks=pytest.mark.slow),
+        {"qwen3": GRIDS[:1], "smollm2": GRIDS[1:2]},
+        pytest.param({"qwen3": GRIDS[1:], "smollm2": [GRIDS[0], *GRIDS[2:]]}, marks=pytest.mark.slow),
     ],
     ids=["some", "others"],
 )
@@ -290,10 +290,10 @@ def test_a_loaded_model_trains_as_a_plainly_loaded_one(folder):
 def _other_forms(folder: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
     for form in ("many", "bin"):
-        model = from_pretrained(str(folder / form), grid=Grid(y=2, x=2))
+        model = from_pretrained(str(folder / form), grid=Grid(y=2))
         for name, parameter in plain.named_parameters():
             assert torch.equal(model.get_parameter(name).full_tensor(), parameter), (form, name)
-    model = from_pretrained(folder / "bfloat16", grid=Grid(y=2, x=2), auto_class=LlamaForCausalLM)
+    model = from_pretrained(folder / "bfloat16", grid=Grid(y=2), auto_class=LlamaForCausalLM)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
@@ -304,7 +304,7 @@ def test_several_files_pickled_weights_and_the_dtype_of_the_file(folder):
     model.config.save_pretrained(folder / "bin")
     torch.save(model.state_dict(), folder / "bin" / "pytorch_model.bin")
     tiny_model("llama", dtype=torch.bfloat16).save_pretrained(folder / "bfloat16")
-    run_ranks(_other_forms, 4, folder)
+    run_ranks(_other_forms, 2, folder)
 
 
 def _adapters(folder: Path, grids: list[Grid], truth: Outcome, expected: torch.Tensor) -> None:
@@ -374,24 +374,28 @@ def test_other_sizes_and_quantized_weights_are_refused(folder):
     run_ranks(_other_sizes, 2, folder)
 
 
-def _round_trip(folder: Path, output: Path) -> None:
+def _round_trip(folder: Path, output: Path, first: Grid, second: Grid) -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
-    for index, (first, second) in enumerate(((Grid(z=2, x=2), Grid(y=4)), (Grid(y=2, x=2), Grid(data=2, z=2)))):
-        save_sharded(from_pretrained(folder / "smollm2", grid=first), output / str(index))
-        model = from_pretrained(output / str(index), grid=second)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        load_sharded(model, output / str(index))
-        for name, parameter in plain.named_parameters():
-            assert torch.equal(model.get_parameter(name).full_tensor(), parameter), (index, name)
-        assert "axonn" not in json.dumps(json.loads((output / str(index) / "config.json").read_text()))
+    save_sharded(from_pretrained(folder / "smollm2", grid=first), output / "sharded")
+    model = from_pretrained(output / "sharded", grid=second)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_sharded(model, output / "sharded")
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name
+    assert "axonn" not in json.dumps(json.loads((output / "sharded" / "config.json").read_text()))
     with pytest.raises(ValueError, match="save_pretrained"):
         save_sharded(plain, output / "plain")
 
 
-def test_sharded_checkpoints_of_other_grids(folder, tmp_path):
-    run_ranks(_round_trip, 4, folder, tmp_path)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(Grid(z=2, x=2), Grid(y=4)), pytest.param(Grid(y=2, x=2), Grid(data=2, z=2), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_sharded_checkpoints_of_other_grids(folder, tmp_path, first, second):
+    run_ranks(_round_trip, 4, folder, tmp_path, first, second)
 
 
 @contextlib.contextmanager

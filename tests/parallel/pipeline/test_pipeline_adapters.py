@@ -35,11 +35,11 @@ ADAPTERS = {
 CASES = [
     ("smollm2", "linears", SCHEDULES[4]),
     ("smollm2", "embedding", {}),
-    ("smollm2", "head", SCHEDULES[2]),
     ("qwen3", "dora", SCHEDULES[3]),
     ("qwen3", "saved", SCHEDULES[2]),
 ]
-MORE = [("smollm2", "linears", {}), ("qwen3", "ends", {})]  # `_after` has adapters on both ends, too
+# `_after` has adapters on both ends, too.
+MORE = [("smollm2", "linears", {}), ("smollm2", "head", SCHEDULES[2]), ("qwen3", "ends", {})]
 ROWS = 8
 NEW = {"r": 3, "target_modules": ["embed_tokens", "q_proj", "down_proj", "lm_head"]}
 
