@@ -198,9 +198,9 @@ def _compare(grids: list[Grid], truth: list[tuple[dict, dict]], every: bool) -> 
         assert own_operations == operations, grid
 
 
-def _dispatching() -> None:
+def _dispatching(grids: list[Grid]) -> None:
     """What stock accelerate cannot do: skip batches of such a loader, over x and y, and fail without a hang."""
-    for grid in FOUR_RANKS:
+    for grid in grids:
         for split in (False, True):
             accelerator = new_accelerator(grid, dispatch_batches=True, split_batches=split)
             loader = accelerator.prepare(loaders()["map"])
@@ -249,8 +249,13 @@ class Broken(Dataset):
         return torch.tensor([row])
 
 
-def test_dispatching_over_x_and_y():
-    run_ranks(_dispatching, 4)
+@pytest.mark.parametrize(
+    "grids",
+    [FOUR_RANKS[::2], pytest.param(FOUR_RANKS[1:2], marks=pytest.mark.slow)],
+    ids=["x and context", "data and y"],
+)
+def test_dispatching_over_x_and_y(grids):
+    run_ranks(_dispatching, 4, grids)
 
 
 def _uneven() -> None:
@@ -320,16 +325,16 @@ def stock(every: bool) -> list[tuple[dict, dict]]:
     return run_ranks(observe, 2, None, every)
 
 
-SOME_AND_EVERY = pytest.mark.parametrize(
-    "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"]
+# Quick over z is that beside x, below.
+@pytest.mark.parametrize(
+    ("grids", "every"),
+    [(TWO_RANKS[:1], False), pytest.param(TWO_RANKS, True, marks=pytest.mark.slow)],
+    ids=["some", "every"],
 )
-
-
-@SOME_AND_EVERY
-def test_data_and_z_are_processes_of_stock_accelerate(every):
+def test_data_and_z_are_processes_of_stock_accelerate(grids, every):
     first, second = stock(every)
     assert first[0]["dispatch", "map"]["epochs"] != second[0]["dispatch", "map"]["epochs"]
-    run_ranks(_compare, 2, TWO_RANKS, [first, second], every)
+    run_ranks(_compare, 2, grids, [first, second], every)
 
 
 @pytest.mark.parametrize(

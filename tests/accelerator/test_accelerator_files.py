@@ -458,8 +458,8 @@ def one_full_tensor_at_a_time():
     assert alive
 
 
-def _whole_models(folder: Path) -> None:
-    for grid, kind in ((Grid(z=2), "llama"), (Grid(y=2), "gpt2")):  # gpt2 has tied weights and Conv1D
+def _whole_models(folder: Path, grids: list[Grid]) -> None:
+    for grid, kind in zip(grids, ("llama", "gpt2"), strict=True):  # gpt2 has tied weights and Conv1D
         accelerator = new_accelerator(grid)
         model = accelerator.prepare(tiny_model(kind))
         place = folder / f"{kind}-{grid}"
@@ -503,8 +503,11 @@ def _whole_models(folder: Path) -> None:
             model.save_pretrained(place / "shards", distributed_checkpoint=True)
 
 
-def test_whole_models_are_ordinary_directories(tmp_path):
-    run_ranks(_whole_models, 2, tmp_path)
+@pytest.mark.parametrize(
+    "grids", [[Grid(z=2), Grid(y=2)], pytest.param(GRIDS[4], marks=pytest.mark.slow)], ids=["two", "four"]
+)
+def test_whole_models_are_ordinary_directories(tmp_path, grids):
+    run_ranks(_whole_models, grids[0].size, tmp_path, grids)
     for place in tmp_path.iterdir():
         kind = place.name.split("-")[0]
         wanted = tiny_model(kind).state_dict()
