@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from hf_axonn.compat.replaced import replace_attributes
@@ -67,12 +68,23 @@ def _load(stock: Callable[..., Any], cls: type[PreTrainedModel], name: Any, *arg
             f"{cls.__name__}.from_pretrained with {what} cannot read slices, as load: sharded asks for: {why}. "
             "Omit it, or write load: whole under axonn_config."
         )
-    if isinstance(kwargs.get("device_map"), Mapping) and set(kwargs["device_map"]) == {""}:
-        kwargs["device_map"] = None  # all on the device of the process, which is where its shards lie
+    if _is_one_device(kwargs.get("device_map")):
+        kwargs["device_map"] = None  # that of the process, which is where its shards lie
     _meet()
     given = kwargs.pop("distributed_config", None)
     config = config_of_distributed(given, None, None) if given is not None else None
     return load_shards(name, join_settings("from_pretrained", None, config), cls, kwargs)
+
+
+def _is_one_device(device_map: Any) -> bool:
+    """Return whether a device_map puts all of a model on one device, and is no name of a way to divide it."""
+    if isinstance(device_map, Mapping):
+        return set(device_map) == {""}
+    try:
+        torch.device(device_map)
+    except (RuntimeError, TypeError):  # "auto", or None
+        return False
+    return True
 
 
 def _is_causal(cls: type[PreTrainedModel]) -> bool:

@@ -239,9 +239,9 @@ def _by_the_launch_file(folder: Path) -> None:
     with mock.patch.dict(os.environ, AXONN_CONFIG=AxonnConfig(grid=Grid(x=2), load="sharded").to_json()):
         for _ in range(2):
             install_sharded_loading()
-        for auto in (AutoModelForCausalLM, Qwen3ForCausalLM):
+        for auto, device_map in ((AutoModelForCausalLM, {"": "cpu"}), (Qwen3ForCausalLM, "cpu")):
             with _counted() as copied:
-                model = auto.from_pretrained(folder / "qwen3", device_map={"": "cpu"})
+                model = auto.from_pretrained(folder / "qwen3", device_map=device_map)
             assert model.axonn.grid == Grid(x=2)
             held = sum(parameter.to_local().numel() for parameter in model.parameters())
             assert sum(copied) == held < 0.6 * sum(parameter.numel() for parameter in model.parameters())
