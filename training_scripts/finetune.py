@@ -19,6 +19,7 @@ from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from transformers import (
@@ -123,7 +124,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
     return model_args, data_args, args
 
 
-def load_tokenizer(args: ModelArguments, auto_class: type = AutoTokenizer):
+def load_tokenizer(args: ModelArguments, auto_class: Any = AutoTokenizer):
     """Load the tokenizer, or the processor with its own.
 
     A tokenizer without a padding token pads with its end of sequence, which the labels leave out.
@@ -151,7 +152,7 @@ def load_tokenizer(args: ModelArguments, auto_class: type = AutoTokenizer):
     return loaded
 
 
-def load_model(args: ModelArguments, grid: hf_axonn.Grid | None, auto_class: type = AutoModelForCausalLM):
+def load_model(args: ModelArguments, grid: hf_axonn.Grid | None, auto_class: Any = AutoModelForCausalLM):
     """Load the model, with LoRA adapters if asked for, sharded over the grid if there is one.
 
     On a grid each rank reads only its own slices; a GGUF file is first dequantized, once.
@@ -168,7 +169,7 @@ def load_model(args: ModelArguments, grid: hf_axonn.Grid | None, auto_class: typ
     return add_lora(model, args) if args.lora_r else model
 
 
-def load_frozen(args: ModelArguments, grid: hf_axonn.Grid | None, training: GoldfishConfig, auto_class: type):
+def load_frozen(args: ModelArguments, grid: hf_axonn.Grid | None, training: GoldfishConfig, auto_class: Any):
     """Load the model a second time where the loss compares with it as it was; None elsewhere, and beside adapters."""
     rival = training.make_rival()
     reads = rival is not None and "frozen" in rival.sources

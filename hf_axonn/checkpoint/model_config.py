@@ -22,13 +22,14 @@ def read_config(name: str, *, more: str = "") -> PreTrainedConfig:
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{name} has no config.json{_instead(path)}.")
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as problem:
         refuse_own_code(name, problem)
         raise ValueError(
             f"{name} is no model: give a directory with a config.json, such a file, {more}or a name on the Hub "
             f"({str(problem).partition(chr(10))[0]})."
         ) from None
+    return config
 
 
 def _instead(folder: Path) -> str:
