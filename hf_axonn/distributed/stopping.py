@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from hf_axonn.compat.torch import watch_store
-from hf_axonn.distributed.watchdog.signals import request_stop, stop_requested
+from hf_axonn.distributed.watchdog.signals import keep_until_limit, request_stop, stop_requested
 from hf_axonn.distributed.watchdog.watchdog import end_as_asked
 
 
@@ -35,22 +35,31 @@ _agreement: Agreement | None = None
 
 @contextlib.contextmanager
 def stop_when_asked() -> Iterator[Agreement | Alone]:
-    """Take SIGTERM and SIGUSR1 as a request to stop inside, in the main thread of every rank. No collective."""
+    """Take SIGTERM and SIGUSR1 as a request to stop inside, in the main thread of every rank. No collective.
+
+    Afterwards SIGTERM does what it did before. SIGUSR1 does no harm until the process has ended, to a final save.
+    """
     global _agreement
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if not alone and (_agreement is None or _agreement.world is not dist.group.WORLD):
         _agreement = Agreement()
     main = threading.current_thread() is threading.main_thread()  # no other takes signals
+    keep_until_limit()
     before = {number: signal.signal(number, request_stop) for number in SIGNALS if main}
+    agreement = Alone() if alone or _agreement is None else _agreement
+    agreement.in_training = True
     try:
-        yield Alone() if alone or _agreement is None else _agreement
+        yield agreement
     finally:
+        agreement.in_training = False
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 class Alone:
     """Agreement of a single process with itself."""
+
+    in_training = False
 
     def reaches_end(self) -> bool:
         """Return whether a signal has asked to stop."""
@@ -73,6 +82,7 @@ class Agreement:
         self._promised: int | None = None
         self._agreed = threading.Event()
         self._last = 0  # the end at which all stop
+        self.in_training = False  # else the main thread comes to no end of a step, and has its last files to write
         threading.Thread(target=self._run, name="hf_axonn-stop", daemon=True).start()
 
     def reaches_end(self) -> bool:
@@ -101,7 +111,9 @@ class Agreement:
         end = time.monotonic() + PATIENCE
         names = [f"promise/{rank}" for rank in range(self._size)] if self._rank == 0 else ["last"]
         while not self._store.check(names):
-            if time.monotonic() > end:  # a rank is gone, and torchrun ends the others
+            if not self.in_training:  # a rank may be gone because its work is done
+                end = time.monotonic() + PATIENCE
+            elif time.monotonic() > end:  # a rank is gone, and torchrun ends the others
                 end_as_asked()
             time.sleep(INTERVAL / 10)
         if self._rank == 0:

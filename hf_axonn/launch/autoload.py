@@ -59,7 +59,9 @@ def autoload() -> None:
                 take_rank(os.environ)
             from hf_axonn.compat.post_import import after_import
 
-            _keep_until_limit()
+            from hf_axonn.distributed.watchdog.signals import keep_until_limit
+
+            keep_until_limit()  # a Trainer may save (stopping.py)
             after_import("accelerate.parallelism_config", _install_plugin)
     except Exception as error:
         print(f"hf_axonn: its part of `import torch` failed, and is left out: {error!r}", file=sys.stderr)
@@ -96,17 +98,6 @@ def _launch_arguments_start(program: str) -> int | None:
     if subcommands is None or (subcommands and sys.argv[1:2] != ["launch"]):
         return None
     return 1 + subcommands
-
-
-def _keep_until_limit() -> None:
-    """Note SIGUSR1, which comes before a time limit, instead of ending at it: a Trainer may save (stopping.py)."""
-    import signal
-    import threading
-
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        from hf_axonn.distributed.watchdog.signals import request_stop
-
-        signal.signal(signal.SIGUSR1, request_stop)
 
 
 def _install_plugin() -> None:

@@ -8,6 +8,7 @@ sets its handler later, to save a checkpoint before a time limit.
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import signal
@@ -24,6 +25,18 @@ stop_requested = threading.Event()  # a signal asks this run to save and to stop
 def request_stop(number: int, frame: FrameType | None) -> None:
     """Note that a signal asks this run to stop; a handler of signals."""
     stop_requested.set()
+
+
+def keep_until_limit() -> None:
+    """Note SIGUSR1, which comes before a time limit, instead of ending at it, until the process has ended.
+
+    Only in the main thread, and where the program has no handler of its own.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, request_stop)
+        # Python gives handlers back long before it has freed everything; what is ignored stays so.
+        atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
 
 
 class Termination:
