@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,9 +14,12 @@ from transformers import AutoModelForCausalLM, JetMoeConfig
 from hf_axonn import Grid, parallelize, sync_gradients
 from tests.benchmarks.architectures.survey import in_float64
 from tests.benchmarks.architectures.tiny_configs import tiny_batch, tiny_model
-from tests.helpers.equality import mean_over_world, model_loss, rows_of
+from tests.helpers.equality import Case, mean_over_world, model_loss, rows_of
 from tests.helpers.float64 import relative_errors
+from tests.helpers.models import tiny_batch as model_batch
 from tests.helpers.ranks import run_ranks
+from tests.parallel.pipeline.test_pipeline_routers import passed
+from tests.parallel.test_context_parallel import errors as errors_over_context
 from tests.parallel.test_generate_planned import left_padded, write
 
 
@@ -83,6 +88,28 @@ def test_heads_that_divide_or_do_not_on_every_grid():
     """4 heads of keys over x=2, y=2; 2 over x alone; 1 not at all."""
     grids = [Grid(y=2, x=2), Grid(z=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2)]
     check([(kv, adapted, grid) for grid in grids for kv in (4, 2, 1) for adapted in (False, True)], 4)
+
+
+def over_pipe(cases) -> None:
+    for kv, adapted, grid, truth in cases:
+        ours = passed(parallelize(make(kv, adapted), grid)[0], grid)
+        torch.testing.assert_close(mean_over_world(ours["losses"]), truth["losses"], rtol=1e-10, atol=0)
+        errors = relative_errors(ours["gradients"], {name: truth["gradients"][name] for name in ours["gradients"]})
+        assert max(errors.values()) < 1e-10, (kv, adapted, grid)
+
+
+@pytest.mark.slow
+def test_over_pipe():
+    truths = {(kv, adapted): passed(make(kv, adapted)) for kv in (2, 1) for adapted in (False, True)}
+    grids = [Grid(pipe=2, x=2), Grid(pipe=2, y=2), Grid(pipe=2, z=2)]
+    run_ranks(over_pipe, 4, [(*key, grid, truth) for grid in grids for key, truth in truths.items()], timeout=300)
+
+
+@pytest.mark.slow
+def test_rows_over_context():
+    ways = [(kv, adapted) for kv in (4, 2, 1) for adapted in (False, True)]
+    cases = [Case(str(way), functools.partial(make, *way), [model_batch(4, 9)]) for way in ways]
+    assert not errors_over_context(cases, [Grid(z=2, x=2, context=2), Grid(z=2, y=2, context=2)])
 
 
 def work(grid: Grid) -> dict[str, int]:
