@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 
+class OwnCodeError(ValueError):
+    """A model comes with code of its own, which has not been let in."""
+
+
 def add_own_code_option(parser: argparse.ArgumentParser) -> None:
     """Add `--trust-remote-code` to a command, which calls `register_code` where it is given."""
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
@@ -19,10 +23,10 @@ def refuse_own_code(name: str, problem: Exception | None = None) -> None:
         name: of the model.
         problem: what `AutoConfig` raised with `trust_remote_code=False`; None where code is known to be missing.
     Raises:
-        ValueError: it is that.
+        OwnCodeError: it is that.
     """
     if problem is None or "trust_remote_code" in str(problem):
-        raise ValueError(
+        raise OwnCodeError(
             f"{name} comes with code of its own: read it, and give --trust-remote-code (in Python "
             "trust_remote_code=True), which runs it."
         ) from None

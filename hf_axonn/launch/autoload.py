@@ -58,7 +58,6 @@ def autoload() -> None:
 
                 take_rank(os.environ)
             from hf_axonn.compat.post_import import after_import
-
             from hf_axonn.distributed.watchdog.signals import keep_until_limit
 
             keep_until_limit()  # a Trainer may save (stopping.py)

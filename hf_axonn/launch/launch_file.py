@@ -14,10 +14,12 @@ from difflib import get_close_matches
 from glob import glob
 from typing import Any
 
+from hf_axonn.compat.own_code import OwnCodeError
 from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig, parse_grid
 from hf_axonn.launch.forwarding import HANDLED, HANDLED_WITHOUT_TERM
 from hf_axonn.launch.gpu_settings import gpu_settings, has_nvidia
 from hf_axonn.planner.from_settings import resolve_auto
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.profiling.read_shape import read_shape
 from hf_axonn.topology.upstream_sizes import ACCELERATE_SIZES, PREFIX, grid_with_sizes, read_sizes
 
@@ -84,7 +86,7 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     if isinstance(section, Mapping):
         section, notes = _fill_data(section, num_processes)
         section, joined = _join_parallelism_config(section, settings, options)
-        section, planned = resolve_auto(section, num_processes, mixed_precision=precision, read=read_shape)
+        section, planned = resolve_auto(section, num_processes, mixed_precision=precision, read=_read_shape)
         notes += joined + planned
     config = AxonnConfig.from_mapping(section, num_processes=num_processes)
     if config.residual_dtype == "bfloat16" and precision != "bf16":
@@ -180,6 +182,16 @@ def _join_parallelism_config(
     if others := sorted(name for name in given if name.removeprefix(PREFIX) not in ACCELERATE_SIZES):
         notes.append(f"without effect over a grid: {', '.join(others)}.")
     return {**section, "grid": meant.as_dict()}, notes
+
+
+def _read_shape(model: str) -> ModelShape:
+    try:
+        return read_shape(model)
+    except OwnCodeError:
+        raise ValueError(
+            f"{model} comes with code of its own, which a launcher does not run: write the grid that  hf-axonn plan "
+            "--trust-remote-code  ranks first, in the place of auto and plan."
+        ) from None
 
 
 def _fill_data(section: Mapping[str, Any], num_processes: int) -> tuple[Mapping[str, Any], list[str]]:

@@ -552,6 +552,16 @@ def test_grid_auto_is_resolved_at_the_launch(tmp_path):
     assert "1,000,000 tokens are 488.3 sequences of 2,048: planned for 512, +4.9%." in launch.notes
 
 
+def test_grid_auto_runs_no_code_that_comes_with_a_model(tmp_path):
+    own = {"model_type": "of_own_making", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    settings = {"num_processes": 8, "distributed_type": "MULTI_GPU", "use_cpu": True}
+    settings["axonn_config"] = {"grid": "auto", "plan": AUTO | {"model": str(tmp_path)}}
+    message = "axonn_config.plan: .* of its own, which a launcher does not run: write the grid .* --trust-remote-code"
+    with pytest.raises(ValueError, match=message):
+        resolve(settings, {})
+
+
 def test_grid_auto_keeps_gathered_weights_where_that_helps(tmp_path):
     file = tmp_path / "slow.json"
     machine = json.loads((FOLDER / "perlmutter.json").read_text())
