@@ -280,7 +280,7 @@ def tokenize(texts: Sequence[str], tokenizer) -> list[list[int]]:
     """
     for text in texts:
         if not isinstance(text, str):
-            raise ValueError(f"a document is {text!r}, a {type(text).__name__}, and not text: give --text_column")
+            raise ValueError(f"a document is {text!r}, which is not text: give --text_column")
     texts = [text for text in texts if text.strip()]
     # Length warnings are about the model's window; rows are cut to the sequence length afterwards.
     tokens = tokenizer(texts, verbose=False)["input_ids"] if texts else []

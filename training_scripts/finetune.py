@@ -75,9 +75,10 @@ class ModelArguments:
 
     def __post_init__(self):
         if (Path(self.model) / "adapter_config.json").is_file():
+            base = hf_axonn.adapter_base(self.model) or "its adapter_config.json does not say which"
             raise ValueError(
-                f"{self.model} holds adapters, which would stay frozen: give the model that they are for "
-                f"({hf_axonn.adapter_base(self.model)}), and --lora_r for new ones"
+                f"{self.model} holds adapters, which would stay frozen: give the model that they are for ({base}), "
+                "and --lora_r for new ones"
             )
         if self.lora_r < 0:
             raise ValueError(f"lora_r is {self.lora_r}: give the rank of the adapters, or 0 to train all weights")

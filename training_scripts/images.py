@@ -60,7 +60,7 @@ def to_image_rows(documents: datasets.Dataset, processor: Any, *, text_column: s
     def lay_out(row: dict[str, Any], number: int) -> dict[str, Any]:
         text, images = row[text_column], row["images"] or []
         if not isinstance(text, str):
-            raise ValueError(f"document {number + 1} is {text!r}, and not text: give --text_column")
+            raise ValueError(f"document {number + 1} is {text!r}, which is not text: give --text_column")
         found = text.count(processor.image_token)
         if found != len(images):
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,19 +99,20 @@ def from_pretrained(
 def load_shards(name_or_path: str, config: AxonnConfig, auto_class: type, kwargs: dict[str, Any]) -> nn.Module:
     """Do the work of `from_pretrained` with settings that are joined; `kwargs` may have Transformers' own `config`."""
     grid = config.grid
+    place = Path(name_or_path, kwargs.get("subfolder") or "")  # if it is a directory
     refused = [key for key in ("device_map", "tp_plan", "tp_size") if kwargs.get(key) is not None]
     if refused:
         raise ValueError(f"{', '.join(refused)}: the grid decides where weights lie; omit {refused[0]}.")
     _check_quantization(kwargs, grid)
     four_bit = getattr(kwargs.get("quantization_config"), "load_in_4bit", False)
-    if four_bit and grid.size > 1 and is_sharded_checkpoint(name_or_path):
+    if four_bit and grid.size > 1 and is_sharded_checkpoint(place):
         raise ValueError(
-            f"{name_or_path} is a sharded checkpoint, which cannot be read in 4 bits over a grid: write an ordinary "
+            f"{place} is a sharded checkpoint, which cannot be read in 4 bits over a grid: write an ordinary "
             "directory first, with hf-axonn convert."
         )
     open_dtype = kwargs.get("dtype", kwargs.get("torch_dtype")) is None
     if grid.size == 1:
-        _verify(name_or_path)
+        _verify(place)
         model = auto_class.from_pretrained(name_or_path, **kwargs)
         if open_dtype:
             leave_dtype_open(model)
@@ -125,7 +127,7 @@ def load_shards(name_or_path: str, config: AxonnConfig, auto_class: type, kwargs
         del kwargs["quantization_config"]
         where = {key: kwargs.pop(key) for key in WHERE if key in kwargs}
         name_or_path = convert_once(origin, gguf_file, auto_class=auto_class, dtype=kwargs.get("dtype"), **where)
-    _verify(name_or_path)
+    _verify(place)
     device = torch.device(default_device_type())
     if device.type != "cpu":
         # By its number: the threads that read have a current device of their own, which is the first.
@@ -158,10 +160,11 @@ def load_shards(name_or_path: str, config: AxonnConfig, auto_class: type, kwargs
     return model
 
 
-def _verify(name_or_path: str) -> None:
+def _verify(place: Path) -> None:
     """Check a sharded checkpoint, and that of the base of adapters. Collectives: those of `verify_together`."""
-    for directory in filter(None, (name_or_path, adapter_base(name_or_path))):
-        if is_sharded_checkpoint(directory):
+    directories: list[str | Path | None] = [place, adapter_base(place)]
+    for directory in directories:
+        if directory and is_sharded_checkpoint(directory):
             verify_together(directory)
 
 

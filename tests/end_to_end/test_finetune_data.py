@@ -135,7 +135,7 @@ def test_no_document_is_on_both_sides(tokenizer, tmp_path, cache):
     ("content", "options", "message"),
     [
         ([{"text": "the fox"}], {"text_column": "body"}, "no column 'body': give --text_column one of text"),
-        ([{"text": 3}], {}, "a document is 3, a int"),
+        ([{"text": 3}], {}, "a document is 3, which is not text"),
         ([{"text": " "}, {"text": ""}], {}, "none of the 2 documents has 2 tokens or more"),
         ([{"input_ids": [4]}], {}, "none of the 1 documents .* column input_ids"),
         ([{"text": "the fox"}, {"text": "a dog"}], {"held_out": 0.1}, "held_out=0.1 of 2 documents is 0"),

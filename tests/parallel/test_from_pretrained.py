@@ -457,6 +457,9 @@ def _set_base(adapter: Path, base: Path) -> None:
 def _damaged_base(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"damaged checkpoint: .*its checksum differs"):
         from_pretrained(folder / "adapter", grid=Grid(x=2))
+    for grid in (Grid(x=2), Grid()):
+        with pytest.raises(ValueError, match=r"sharded is a damaged checkpoint: .*its checksum differs"):
+            from_pretrained(folder, subfolder="sharded", grid=grid)
     for text, words in (("{", "is not JSON"), ("[1]", "holds no mapping"), ("\xff", "is not JSON")):
         (folder / f"settings-{dist.get_rank()}").mkdir(exist_ok=True)
         (folder / f"settings-{dist.get_rank()}" / "adapter_config.json").write_text(text, encoding="latin-1")
