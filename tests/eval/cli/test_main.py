@@ -115,8 +115,9 @@ def test_code_of_a_model_or_tokenizer_runs_only_where_it_may(place, tmp_path, ca
         shutil.copytree(place / "base", folder)
         (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
         (folder / "own.py").write_text(
-            "from transformers import LlamaConfig, PreTrainedTokenizerFast as OwnTokenizer\n"
+            "from transformers import LlamaConfig, PreTrainedTokenizerFast\n"
             "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+            "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"  # a class that is loaded so stays marked
         )
     documents = ["--documents", str(place / "documents.jsonl"), "--number_documents", "--bucket", "1"]
     documents += ["--text_key", "body"]
