@@ -166,7 +166,7 @@ def test_code_that_cannot_run_is_refused(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("kind", "grids"), [(OwnForCausalLM, GRIDS), (ReadingForCausalLM, ["x2y2"])])
+@pytest.mark.parametrize(("kind", "grids"), [(OwnForCausalLM, GRIDS), (ReadingForCausalLM, {"x2y2": GRIDS["x2y2"]})])
 def test_a_type_of_own_making_equals_one_process(tmp_path, capsys, kind, grids):
     command = ["survey", own_folder(tmp_path / "own", kind), "--trust-remote-code", "--output", str(tmp_path / "out")]
     assert main(command if grids is GRIDS else [*command, "--grids", *grids]) == 0
@@ -175,4 +175,8 @@ def test_a_type_of_own_making_equals_one_process(tmp_path, capsys, kind, grids):
     assert f"equal to one process on {len(grids)} of {len(grids)} grids\n" in printed
     for name in grids:  # each by a certificate of its own grid
         found = json.loads((tmp_path / f"out/{name}/report/certificate.json").read_text(encoding="utf-8"))
-        assert found["verdict"].startswith("equal to one process, within 1e-10"), name
+        assert found["verdict"].startswith("equal to one process"), name
+        for case in found["cases"]:  # over data and z the last batch of an epoch is one that Accelerate fills
+            assert case["equal"] or case["documented"] and grids[name].dp_size > 1, (name, case)
+            assert all(worst["error"] <= 1e-10 for worst in case["worst"].values()), (name, case)
+            assert case["path"] == "resumed" or {"loss", "gradient"} <= case["worst"].keys(), (name, case)
