@@ -96,7 +96,7 @@ class Rows:
     warnings: Sequence[str] = ()
 
 
-def load_rows(args: DataArguments, tokenizer, *, seed: int = 42) -> Rows:
+def load_rows(args: DataArguments, tokenizer, *, documents: datasets.Dataset | None = None, seed: int = 42) -> Rows:
     """Read documents and lay them out as rows.
 
     The rows keep the order of the documents, but for copies, which are spread evenly. No document is both trained on
@@ -105,12 +105,13 @@ def load_rows(args: DataArguments, tokenizer, *, seed: int = 42) -> Rows:
     Args:
         args: names the documents, and the sequence length.
         tokenizer: a transformers tokenizer with an end-of-sequence token; for documents with images a processor.
+        documents: what `load_documents` returns for `args.data`, if that has been called; else it is called here.
         seed: decides which documents are held out.
     Raises:
         ValueError: the data is not there, or has no documents, no text column, a bucket that is no number, or nothing
             long enough to train on; documents with images do not fit the model (`to_image_rows`), or are to be packed.
     """
-    documents = load_documents(args, args.data)
+    documents = load_documents(args, args.data) if documents is None else documents
     number = len(documents)
     buckets = read_buckets(documents, args.bucket_column, args.data)
     warnings: list[str] = []

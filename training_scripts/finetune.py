@@ -263,9 +263,10 @@ def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
     try:
         # One process prepares the rows, the others read them from the cache.
         with args.main_process_first(desc="tokens to rows"):
-            seen = "images" in load_documents(data_args, data_args.data).column_names
+            documents = load_documents(data_args, data_args.data)
+            seen = "images" in documents.column_names
             tokenizer = load_tokenizer(model_args, AutoProcessor if seen else AutoTokenizer)
-            rows = load_rows(data_args, tokenizer, seed=args.seed)
+            rows = load_rows(data_args, tokenizer, documents=documents, seed=args.seed)
         say_data(data_args, rows, None if args.max_steps > 0 else args.num_train_epochs)
         check_rows(model_args, rows)
         make_output(output)
