@@ -215,4 +215,5 @@ def test_activations_of_a_row_fall_as_one_over_context(z, sizes):
     grids = [Grid(z=z, context=context) for context in (1, *sizes)]
     for whole, *parts in run_ranks(bytes_a_position, z, grids):
         assert whole > 1000
+        # 10% is the goal; bytes are counted, so that the bound is for what a rank keeps of whole rows beside its own.
         assert parts == pytest.approx([whole / context for context in sizes], rel=0.1)
