@@ -76,11 +76,13 @@ kit: $(STAMPS)/dev
 rehearsal: $(STAMPS)/dev
 	$(BIN)/python -m tests.benchmarks.gpu.rehearsal $(addprefix --pip=,$(PIP_ARGS)) $(ARGS)
 
-# Hours on two cores. What is known is kept in runs/, so that a run that was stopped goes on.
+# Hours on two cores. What is known is kept in runs/, so that a run that was stopped goes on; without runs/lines, which
+# tests run a line is found out anew.
 mutants: $(STAMPS)/dev
 	$(BIN)/python -m pip install $(PIP_ARGS) --quiet --editable ".[mutants]"
-	$(BIN)/python -m tests.tools.mutants hf_axonn --results runs/mutants-hf_axonn.jsonl $(ARGS)
-	$(BIN)/python -m tests.tools.mutants eval --results runs/mutants-eval.jsonl $(ARGS)
+	test -e runs/lines || $(PYTEST) -p tests.tools.lines_by_test --lines runs/lines -m "not slow and not gpu" --ignore=tests/versions $(SIDE_BY_SIDE)
+	$(BIN)/python -m tests.tools.mutants hf_axonn --lines runs/lines --results runs/mutants-hf_axonn.jsonl $(ARGS)
+	$(BIN)/python -m tests.tools.mutants eval --lines runs/lines --results runs/mutants-eval.jsonl $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

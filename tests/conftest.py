@@ -9,6 +9,7 @@ import importlib.util
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import accelerate.utils.imports
 import hypothesis
@@ -76,12 +77,19 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 LONG = ("tests/end_to_end", "tests/trainer", "tests/launch", "tests/parallel/adapters")
 
 
+# Long tests of which others run every branch (tests/tools/lines_by_test.py): slow where ranks compute on CPUs.
+COVERED = Path(__file__).parent / "tools/covered.txt"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`-m on_device`, which `make test-gpu` selects, are the tests that ask for the fixture. Long files come first."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    covered = set() if os.environ.get("HF_AXONN_TEST_DEVICE") else set(COVERED.read_text().splitlines())
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.on_device)
+        if item.nodeid in covered:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

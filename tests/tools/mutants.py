@@ -1,13 +1,14 @@
 """What the tests are worth: small random changes to the code, and how many of them a test notices.
 
-    python -m tests.tools.mutants hf_axonn --results runs/mutants-hf_axonn.jsonl
-    python -m tests.tools.mutants eval     --results runs/mutants-eval.jsonl --workers 2
+    python -m pytest -p tests.tools.lines_by_test --lines runs/lines -m "not slow and not gpu"
+    python -m tests.tools.mutants hf_axonn --lines runs/lines --results runs/mutants-hf_axonn.jsonl
+    python -m tests.tools.mutants eval     --lines runs/lines --results runs/mutants-eval.jsonl --workers 2
 
 cosmic-ray changes one operator, number, comparison or condition at a time. The sample is drawn by a seed from all
-such places of a package. Each change is made in a copy of the repository, where the fast tests of the module run:
-first the test file of its name, then its folder of tests, and for what a training step runs the equality with one
-process. Results are written one by one, and a run that was stopped goes on from there. A change is tried again
-when its file was edited since, and one that survived when its tests were. The exit code is 1 if too few are noticed.
+such places of a package. Each change is made in a copy of the repository, where the fast tests run that run its line
+(lines_by_test.py): those in the file named after the module, then the shortest, together a minute. Results are written
+one by one, and a run that was stopped goes on from there. A change is tried again when its file was edited since, and
+one that survived when its tests were. The exit code is 1 if too few are noticed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -28,10 +30,15 @@ from pathlib import Path
 from queue import Queue
 
 from tests.helpers import ROOT
+from tests.tools.lines_by_test import Lines
 
 
 LEAST = 0.9  # of the mutants are noticed
-SECONDS = 600  # a test that takes longer has noticed something
+SECONDS = 600  # tests that take longer have noticed something
+BUDGET = 60.0  # processor seconds of the tests that are run for a change
+MOST = 200  # tests that are run for a change
+
+Mutant = tuple[str, str, int]  # module, operator, which of its places
 # Small slips: another operator of arithmetic, another bound, another constant, a condition turned round.
 KINDS = re.compile(
     "ReplaceBinaryOperator_(Add|Sub|Mul|Div|FloorDiv|Mod)_(Add|Sub|Mul|Div|FloorDiv)|"
@@ -40,36 +47,9 @@ KINDS = re.compile(
     "ReplaceUnaryOperator_Delete_Not|ReplaceUnaryOperator_USub_UAdd|ReplaceAndWithOr|ReplaceOrWithAnd|AddNot|"
     "ReplaceTrueWithFalse|ReplaceFalseWithTrue|ReplaceBreakWithContinue|ReplaceContinueWithBreak|NumberReplacer"
 )
-# modules without a folder of tests by their name
-OTHER_TESTS = {
-    "hf_axonn/plugin.py": ["tests/accelerator/test_plugin.py", "tests/accelerator"],
-    "hf_axonn/config.py": ["tests/launch/test_config.py", "tests/launch"],
-    "hf_axonn/compat": ["tests/accelerator", "tests/checkpoint", "tests/layers"],
-    "eval/__main__.py": ["tests/eval/cli"],
-    "eval/__init__.py": ["tests/repository"],
-    "hf_axonn/__main__.py": ["tests/cli"],
-    "hf_axonn/__init__.py": ["tests/repository"],
-}
-# what a training step runs: its first test is that a grid equals one process
-OF_A_STEP = re.compile("hf_axonn/(parallel|architectures|losses|layers|engine|distributed)/")
-EQUALITY = "tests/end_to_end/test_equivalence.py"
 
 
-def where_tested(module: str) -> list[str]:
-    """Where the tests of a module are, the nearest first."""
-    for name, tests in OTHER_TESTS.items():
-        if module.startswith(name):
-            return tests
-    path = Path(module)
-    folder = Path("tests", *(path.parent.parts if path.parts[0] == "eval" else path.parent.parts[1:]))
-    own = folder / f"test_{path.name}"
-    while not (ROOT / folder).is_dir():
-        folder = folder.parent
-    tests = [str(place) for place in (own, folder) if (ROOT / place).exists()]
-    return [*tests, EQUALITY] if OF_A_STEP.match(module) else tests
-
-
-def places(package: str) -> list[tuple[str, str, int]]:
+def places(package: str) -> list[Mutant]:
     """Every change that can be made: (module, operator, which of its places)."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
@@ -93,7 +73,7 @@ def mutated(module: str, operator: str, occurrence: int) -> str:
     return MutationVisitor.mutate_code((ROOT / module).read_text(), get_operator(operator)(), occurrence)
 
 
-def draw(package: str, count: int, seed: int) -> list[tuple[str, str, int]]:
+def draw(package: str, count: int, seed: int) -> list[Mutant]:
     """A sample of changes that Python can still compile; an edit of one module leaves the others' sample as it was."""
     everything = sorted(places(package), key=lambda mutant: hashlib.sha256(f"{seed} {mutant}".encode()).digest())
     found = []
@@ -117,53 +97,71 @@ def copy_of_repository(folder: Path) -> Path:
     return target
 
 
-def noticed(copy: Path, places: list[str]) -> str | None:
-    """Which of these tests fail; None if all pass."""
+def choose_tests(lines: Lines, module: str, line: int) -> list[str]:
+    """Return the tests of a line that are run: those of the file of the module's name first, then the shortest."""
+    name = f"test_{Path(module).stem}.py::"
+    tests = sorted(lines.tests_of(module, line), key=lambda test: name not in test)  # stable: the shortest first
+    ends = itertools.accumulate(lines.seconds.get(test, 0.0) for test in tests)
+    return [test for test, end in zip(tests, ends, strict=True) if end <= BUDGET][:MOST] or tests[:1]
+
+
+def run_tests(copy: Path, tests: list[str]) -> bool:
+    """Return whether one of these tests fails."""
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
-    for place in places:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, place],
-            cwd=copy,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(timeout=SECONDS) not in (0, 5)  # 5: none of them is there
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
         try:
-            code = process.wait(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            code = -1
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)  # and ranks that it left behind
-            except ProcessLookupError:
-                pass
-            process.wait()
-        if code not in (0, 5):  # 5: no fast test there
-            return place
-    return None
+            os.killpg(process.pid, signal.SIGKILL)  # and ranks that it left behind
+        except ProcessLookupError:
+            pass
+        process.wait()
 
 
-def attempt(copy: Path, mutant: tuple[str, str, int]) -> dict:
+def attempt(copy: Path, mutant: Mutant, lines: Lines) -> dict:
     """Make one change in a copy, run the tests, and take the change back."""
     module, operator, occurrence = mutant
     before, after = (ROOT / module).read_text(), mutated(*mutant)
     diff = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[0] in "+-"]
+    tests = choose_tests(lines, module, first_difference(before, after))
     (copy / module).write_text(after)
     try:
-        by = noticed(copy, where_tested(module))
+        is_noticed = bool(tests) and run_tests(copy, tests)
     finally:
         (copy / module).write_text(before)
-    return {"module": module, "operator": operator, "occurrence": occurrence, "noticed_by": by, "change": diff}
+    return {
+        "module": module,
+        "operator": operator,
+        "occurrence": occurrence,
+        "noticed": is_noticed,
+        "tests": tests,
+        "change": diff,
+        "fingerprint": fingerprint(module, [] if is_noticed else tests),
+    }
 
 
-def fingerprint(module: str, *, tests: bool) -> str:
-    """Of a module, and of its tests where they matter: a test that was added may notice what survived before."""
-    files = [ROOT / module]
-    for place in where_tested(module) if tests else ():
-        files += sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+def first_difference(before: str, after: str) -> int:
+    """Return the number of the first line that differs, from 1."""
+    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
+    return next(number for number, (old, new) in enumerate(pairs, 1) if old != new)
+
+
+def fingerprint(module: str, tests: list[str]) -> str:
+    """Return a digest of a module and of the files of these tests."""
+    files = [module, *sorted({test.partition("::")[0] for test in tests})]
+    texts = [(ROOT / file).read_bytes() if (ROOT / file).exists() else b"" for file in files]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -172,18 +170,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("package", choices=("hf_axonn", "eval"))
     parser.add_argument("--count", type=int, default=100, help="size of the sample")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lines", type=Path, required=True, help="the folder of lines_by_test.py")
     parser.add_argument("--workers", type=int, default=1, help="mutants that are tried at the same time")
     parser.add_argument("--results", type=Path, required=True, help="a file of JSON lines, read and added to")
     options = parser.parse_args(arguments)
+    lines = Lines(options.lines)
     sample = draw(options.package, options.count, options.seed)
     known = {}
     if options.results.exists():
-        for line in options.results.read_text().splitlines():
-            result = json.loads(line)
-            survived = result["noticed_by"] is None
-            if (ROOT / result["module"]).exists() and result["fingerprint"] == fingerprint(
-                result["module"], tests=survived
-            ):
+        for result in map(json.loads, options.results.read_text().splitlines()):
+            if result["fingerprint"] == fingerprint(result["module"], [] if result["noticed"] else result["tests"]):
                 known[result["module"], result["operator"], result["occurrence"]] = result
     left = [mutant for mutant in sample if mutant not in known]
     print(f"a sample of {len(sample)} mutants, {len(left)} still to be tried", flush=True)
@@ -193,22 +189,21 @@ def main(arguments: list[str] | None = None) -> int:
         for worker in range(options.workers if left else 0):
             copies.put(copy_of_repository(Path(folder, str(worker))))
 
-        def work(mutant: tuple[str, str, int]) -> dict:
+        def work(mutant: Mutant) -> dict:
             copy = copies.get()
             try:
-                return attempt(copy, mutant)
+                return attempt(copy, mutant, lines)
             finally:
                 copies.put(copy)
 
         for mutant, result in zip(left, pool.map(work, left), strict=True):
             known[mutant] = result
             with options.results.open("a") as file:
-                mark = fingerprint(mutant[0], tests=result["noticed_by"] is None)
-                print(json.dumps(result | {"fingerprint": mark}), file=file)
-            print("noticed" if result["noticed_by"] else "SURVIVED", result["module"], *result["change"], flush=True)
-    survivors = [known[mutant] for mutant in sample if known[mutant]["noticed_by"] is None]
+                print(json.dumps(result), file=file)
+            print("noticed" if result["noticed"] else "SURVIVED", result["module"], *result["change"], flush=True)
+    survivors = [known[mutant] for mutant in sample if not known[mutant]["noticed"]]
     for result in survivors:
-        print(f"survived: {result['module']}", *result["change"], sep="\n    ")
+        print(f"survived: {result['module']}, {len(result['tests'])} tests", *result["change"], sep="\n    ")
     share = 1 - len(survivors) / len(sample)
     print(f"{len(sample) - len(survivors)} of {len(sample)} noticed ({share:.0%}); at least {LEAST:.0%} is asked for")
     return int(share < LEAST)
