@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from hf_axonn.compat.accelerate import prepared_models
+from hf_axonn.compat.torch import ask_class_for_step
 from hf_axonn.engine.master_weights import make_masters
 from hf_axonn.engine.optimizer_steps import keep_moments_on_host
 from hf_axonn.parallel.sharded_model import sharded_model
@@ -30,6 +31,7 @@ class MasterMethods:
             ValueError: offload is not possible with this optimizer.
         Collectives: those of `stages_agree`.
         """
+        ask_class_for_step(getattr(optimizer, "optimizer", optimizer))
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         make_masters(parameters, mixed_precision=AcceleratorState().mixed_precision)
         stages_agree(prepared_models(self))

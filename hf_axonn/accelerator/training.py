@@ -13,7 +13,6 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.accelerator.adafactor import follow_grid
 from hf_axonn.accelerator.masters import stages_agree
 from hf_axonn.accelerator.prepare import point_to_shards, shard_plain_model
 from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimizers, without_autocast
@@ -23,7 +22,7 @@ from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.mesh import ROWS
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.gradient_sync import averaging
-from hf_axonn.engine.low_bit_adam import refuse_low_bit
+from hf_axonn.engine.optimizer_steps import refuse_unserved
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.parallel.compiled import compile_regions
 from hf_axonn.parallel.pipeline.norms import norm_over_stages
@@ -94,13 +93,11 @@ class TrainingMethods:
         shard_plain_model(model, self.axonn_plugin, self.device)
         for optimizer in prepared_optimizers(self):
             point_to_shards(optimizer)
-            follow_grid(getattr(optimizer, "optimizer", optimizer))
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
         """Give an optimizer that was made before the model was sharded the sharded parameters."""
-        refuse_low_bit(optimizer)
+        refuse_unserved(optimizer)
         point_to_shards(optimizer)
-        follow_grid(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     def _warn_of_idle_optimizers(self, args: tuple) -> None:

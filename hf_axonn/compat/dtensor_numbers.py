@@ -55,6 +55,12 @@ def _in_place(handlers: dict, operator: Any, args: tuple, kwargs: dict) -> Any:
     """
     own, other = args[0], args[1]
     if not isinstance(own, DTensor):
+        if own.dim():
+            raise TypeError(
+                f"{operator} would change a plain tensor of shape {tuple(own.shape)} in place by what was computed "
+                "from sharded parameters: make an average of weights (EMA) of clones of the sharded parameters, not "
+                "of those that the model had before."
+            )
         raise TypeError(
             f"{operator} would change a plain tensor in place by a number that was computed from sharded parameters: "
             "use loss + penalty or loss += penalty."

@@ -404,8 +404,9 @@ def store_outlives_ranks() -> bool:
 
 
 def ask_class_for_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer step by its new class: a learning rate schedule may have wrapped the step of the old one."""
-    if "step" not in vars(optimizer):
+    """Let an optimizer step as its class does now (`around_step`): a learning rate schedule that was made before has
+    wrapped the step that the class had then."""
+    if not hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
         return
 
     @functools.wraps(type(optimizer).step)

@@ -30,6 +30,11 @@ def progress_bars(shown: bool) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if shown else replace_attributes({(logging, "_tqdm_active"): False})
 
 
+def adafactor_rate(optimizer: Any, group: dict[str, Any], state: dict[str, Any]) -> float:
+    """Return the learning rate of a parameter of an Adafactor, which may grow with `RMS` of its `state`."""
+    return optimizer._get_lr(group, state)
+
+
 def input_embedding(model: nn.Module) -> nn.Module | None:
     """`get_input_embeddings()`, None where a model does not have one."""
     try:

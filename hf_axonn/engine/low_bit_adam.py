@@ -20,26 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hf_axonn.compat.low_bit_adam import MOMENTS, NESTED, is_adam, moments_of, note_overrides, state_of
+from hf_axonn.compat.low_bit_adam import MOMENTS, NESTED, moments_of, note_overrides, state_of
 from hf_axonn.compat.torch import like_dtensor, placement_of, shard_in
 
 
 FLOAT32 = {"step", *MOMENTS.values()}
-
-
-def refuse_low_bit(optimizer: Optimizer) -> None:
-    """Refuse optimizers with low-bit state that a step on shards would not be right for.
-
-    Raises:
-        ValueError: it is one of torchao, or another one of bitsandbytes than Adam and AdamW.
-    """
-    library = type(optimizer).__module__.partition(".")[0]
-    if library in ("bitsandbytes", "torchao") and not is_adam(optimizer):
-        raise ValueError(
-            f"{library}'s {type(optimizer).__name__} is not supported over a grid: its state is of blocks of whole "
-            "parameters, or was not compared with one process. Use bitsandbytes' AdamW in 8 bits (AdamW8bit, "
-            "optim=adamw_bnb_8bit), or one of torch.optim: their state is divided by x * y * z."
-        )
 
 
 def _write_in_float32(optimizer: Optimizer) -> None:

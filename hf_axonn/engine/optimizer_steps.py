@@ -3,12 +3,14 @@
 What they make of an element depends on no other element, so a step on the shards as plain tensors is the step on the
 DTensors, bit by bit. It has torch's foreach kernels where plain tensors have them, and leaves out DTensor's dispatch,
 which takes the host longer than the layer's forward and backward pass (docs/results/host_time.md). So do the
-elementwise parts of Muon (muon.py), and bitsandbytes' Adam and AdamW (low_bit_adam.py).
+elementwise parts of Muon (muon.py), and bitsandbytes' Adam and AdamW (low_bit_adam.py). Transformers' Adafactor adds
+its means up over the ranks (adafactor.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -32,25 +34,30 @@ from torch.optim import (
     RMSprop,
     Rprop,
 )
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_axonn.compat import low_bit_adam
 from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.torch import around_step, like_dtensor, placement_of, shard_in
+from hf_axonn.engine.adafactor import step_adafactor
 from hf_axonn.engine.host_moments import HostMoments, is_moment, to_host
-from hf_axonn.engine.low_bit_adam import places_of, quantize_moments, refuse_low_bit, shard_or_value
+from hf_axonn.engine.low_bit_adam import places_of, quantize_moments, shard_or_value
 from hf_axonn.engine.muon import find_mesh, orthogonalize_once
 
 
+ADAFACTOR = "transformers.optimization"  # the module that has it
 ELEMENTWISE = (ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD)
 
 
 def step_on_shards() -> None:
-    """Let elementwise optimizers of torch, Muon, and bitsandbytes' Adam and AdamW step on shards, from now on, where
-    their parameters are DTensors. No communication."""
+    """Let elementwise optimizers of torch, Muon, bitsandbytes' Adam and AdamW, and Transformers' Adafactor step on
+    shards, from now on, where their parameters are DTensors. No communication."""
     for optimizer in ELEMENTWISE:
         around_step(optimizer, step_elementwise)
     around_step(Muon, step_muon)
+    around_step(torch.optim.Adafactor, _step_of_another)
     after_import(low_bit_adam.MODULE, _step_low_bit_on_shards)
+    after_import(ADAFACTOR, lambda: around_step(vars(sys.modules[ADAFACTOR])["Adafactor"], step_factored))
 
 
 def _step_low_bit_on_shards() -> None:
@@ -78,20 +85,80 @@ def step_low_bit(optimizer: Optimizer, step: Callable[[], object]) -> None:
     """Call the own step of an optimizer of bitsandbytes on shards, after moments of a checkpoint were quantized.
 
     Raises:
-        ValueError: those of `refuse_low_bit`, `refuse_norms` and `quantize_moments`.
+        ValueError: those of `refuse_unserved`, `refuse_norms` and `quantize_moments`.
     """
-    if not any(isinstance(parameter, DTensor) for _, parameter in places_of(optimizer)):
+    if not _is_sharded(optimizer):
         if low_bit_adam.is_adam(optimizer):
             quantize_moments(optimizer)
         step()
         return
-    refuse_low_bit(optimizer)
+    refuse_unserved(optimizer)
     low_bit_adam.note_overrides(optimizer)
     low_bit_adam.refuse_norms(optimizer)
     quantize_moments(optimizer)
     with shards_of(optimizer):
         low_bit_adam.skip_empty(optimizer)
         step()
+
+
+def step_factored(optimizer: Optimizer, step: Callable[[], object]) -> None:
+    """Take a step of Transformers' Adafactor. Collectives: those of `step_adafactor`."""
+    if _is_sharded(optimizer):
+        step_adafactor(optimizer)
+    else:
+        step()
+
+
+def _step_of_another(optimizer: Optimizer, step: Callable[[], object]) -> None:
+    if _is_sharded(optimizer):
+        refuse_unserved(optimizer)
+    step()
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    return any(isinstance(parameter, DTensor) for _, parameter in places_of(optimizer))
+
+
+def refuse_unserved(optimizer: Optimizer) -> None:
+    """Refuse optimizers that a step on shards would not be right for, by their class.
+
+    Raises:
+        ValueError: it is torch's Adafactor, one of torchao, or another one of bitsandbytes than Adam and AdamW.
+    """
+    if isinstance(optimizer, torch.optim.Adafactor):
+        raise ValueError(
+            "torch.optim.Adafactor is not supported over a grid: it takes norms of the rows and columns of full "
+            "parameters. Use Transformers' Adafactor (transformers.optimization.Adafactor, optim=adafactor), whose "
+            "means are added up over the ranks."
+        )
+    library = type(optimizer).__module__.partition(".")[0]
+    if library in ("bitsandbytes", "torchao") and not low_bit_adam.is_adam(optimizer):
+        raise ValueError(
+            f"{library}'s {type(optimizer).__name__} is not supported over a grid: its state is of blocks of whole "
+            "parameters, or was not compared with one process. Use bitsandbytes' AdamW in 8 bits (AdamW8bit, "
+            "optim=adamw_bnb_8bit), or one of torch.optim: their state is divided by x * y * z."
+        )
+
+
+def _refuse_whole(optimizer: Optimizer, *_: object) -> None:
+    """Refuse a step of an optimizer that was made before its model was sharded, and does not follow it. No
+    communication.
+
+    Raises:
+        ValueError: it holds whole parameters, which get no gradients any more, so nothing would be trained.
+    """
+    parameters = [parameter for _, parameter in places_of(optimizer)]
+    left = [parameter for parameter in parameters if hasattr(parameter, "sharded_as") and parameter.grad is None]
+    if left:
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {len(left)} of {len(parameters)} parameters as they were before their "
+            f"model was sharded over a grid, the first of shape {tuple(left[0].shape)}. They get no gradients, and "
+            "would not be trained: make the optimizer after hf_axonn.parallelize, or give it to accelerator.prepare "
+            "with the model. An optimizer that steps others has to share their param_groups."
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_whole)
 
 
 _on_host: weakref.WeakKeyDictionary[Optimizer, HostMoments] = weakref.WeakKeyDictionary()
@@ -107,10 +174,11 @@ def keep_moments_on_host(optimizer: Optimizer, device: torch.device) -> None:
         ValueError: it is not one of ELEMENTWISE.
     """
     if type(optimizer) not in ELEMENTWISE:
+        library = type(optimizer).__module__.partition(".")[0]
+        known = ", ".join(each.__name__ for each in ELEMENTWISE)
         raise ValueError(
-            f"offload: optimizer is not possible with {type(optimizer).__name__}, whose step needs more than elements "
-            f"and their moments: take one of torch's {', '.join(each.__name__ for each in ELEMENTWISE)}, or omit "
-            "offload."
+            f"offload: optimizer is not possible with {library}'s {type(optimizer).__name__}, whose step needs more "
+            f"than elements and their moments: take one of torch's {known}, or omit offload."
         )
     if optimizer in _on_host:
         return

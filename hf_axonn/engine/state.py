@@ -128,7 +128,8 @@ class ParallelState:
     def __deepcopy__(self, memo: dict):
         raise ValueError(
             "a model that is sharded over a grid cannot be copied with copy.deepcopy: load it a second time with "
-            "hf_axonn.from_pretrained, or copy it before hf_axonn.parallelize."
+            "hf_axonn.from_pretrained, or copy it before hf_axonn.parallelize. For an average of the weights, as of "
+            "AveragedModel, clone the parameters."
         )
 
     def add_layer(self, module: nn.Module, layer: object) -> None:

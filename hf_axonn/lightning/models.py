@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from hf_axonn.accelerator.adafactor import follow_grid
 from hf_axonn.accelerator.prepare import point_to_shards
 from hf_axonn.compat.lightning import is_compiled
+from hf_axonn.compat.torch import ask_class_for_step
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import broadcast_all
-from hf_axonn.engine.low_bit_adam import refuse_low_bit
 from hf_axonn.engine.master_weights import make_masters
-from hf_axonn.engine.optimizer_steps import keep_moments_on_host
+from hf_axonn.engine.optimizer_steps import keep_moments_on_host, refuse_unserved
 from hf_axonn.engine.state import is_parallelized, parallel_state
 from hf_axonn.parallel.parallelize import parallelize
 
@@ -186,14 +185,14 @@ def fit_optimizer(optimizer: Optimizer, model: nn.Module, precision: Any) -> Non
     they become float32 (engine/master_weights.py), and with `offload: optimizer` its moments go to host memory.
 
     Raises:
-        ValueError: it keeps low-bit state, or moments that cannot be in host memory; it needs a closure, has taken
+        ValueError: its class is refused, or keeps moments that cannot be in host memory; it needs a closure, has taken
             steps on full parameters, or trains nothing of the model.
     """
-    refuse_low_bit(optimizer)
+    refuse_unserved(optimizer)
     if isinstance(optimizer, LBFGS):
         raise ValueError("LBFGS is not supported over a grid: its step flattens full parameters. Use AdamW, for one.")
     point_to_shards(optimizer)
-    follow_grid(optimizer)
+    ask_class_for_step(optimizer)
     mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(str(precision), "no")
     make_masters((each for group in optimizer.param_groups for each in group["params"]), mixed_precision=mixed)
     state = parallel_state(model)

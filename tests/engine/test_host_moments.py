@@ -86,8 +86,7 @@ def test_moments_stay_where_they_are_in_host_memory() -> None:
 
 def test_what_offload_cannot_serve_is_refused_by_name() -> None:
     own = parameters()
-    for optimizer in (Muon(own), Lion(own)):
-        name = type(optimizer).__name__
+    for optimizer, name in ((Muon(own), "torch's Muon"), (Lion(own), "lion_pytorch's Lion")):
         with pytest.raises(ValueError, match=f"offload: optimizer is not possible with {name}, whose step .* AdamW"):
             keep_moments_on_host(optimizer, CPU)
 

@@ -24,8 +24,8 @@ from hf_axonn import Grid, load_sharded, parallelize, save_sharded, sync_gradien
 from hf_axonn.checkpoint.single_process import load_plain_optimizer
 from hf_axonn.compat.low_bit_adam import MOMENTS, moments_of, state_of
 from hf_axonn.engine.dtensors import local
-from hf_axonn.engine.low_bit_adam import in_float32, quantize_moments, refuse_low_bit
-from hf_axonn.engine.optimizer_steps import step_low_bit, step_on_shards
+from hf_axonn.engine.low_bit_adam import in_float32, quantize_moments
+from hf_axonn.engine.optimizer_steps import refuse_unserved, step_low_bit, step_on_shards
 from tests.helpers.equality import full, rows_of
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -98,10 +98,10 @@ def test_steps_of_one_process_are_their_own() -> None:
 def test_others_are_refused_by_name() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
     for kind in (bnb.optim.AdamW, AdamW8bit, PagedAdamW8bit, bnb.optim.Adam8bit):
-        refuse_low_bit(kind(parameters))
+        refuse_unserved(kind(parameters))
     for kind in (bnb.optim.Lion8bit, bnb.optim.LAMB, bnb.optim.AdEMAMix8bit, bnb.optim.RMSprop8bit):
         with pytest.raises(ValueError, match=f"bitsandbytes's {kind.__name__} is not supported over a grid"):
-            refuse_low_bit(kind(parameters))
+            refuse_unserved(kind(parameters))
 
 
 def made(grid: Grid | None, kind: Any = AdamW8bit, seed: int = 0, **options) -> tuple[nn.Module, Optimizer]:

@@ -147,6 +147,13 @@ def _refused() -> None:
     loss = model(**tiny_batch(2, 5)).loss
     with pytest.raises(TypeError, match="use loss \\+ penalty"):
         loss.add_(PENALTIES["squares"](model))
+    head = model.lm_head.weight
+    with pytest.raises(
+        TypeError, match="a plain tensor of shape .131, 48. in place .* average of weights .EMA. of clones"
+    ):
+        torch.zeros(131, 48).add_(head.detach(), alpha=0.1)
+    average = head.detach().clone().add_(head.detach(), alpha=0.5)
+    assert torch.equal(average.to_local(), head.to_local() * 1.5)
     model, _ = parallelize(tiny_model("llama").train(), Grid(pipe=2))
     message = refused(lambda: torch.zeros(()) + PENALTIES["squares"](model))
     assert "the parameters of its own stages only" in message and "weight_decay" in message

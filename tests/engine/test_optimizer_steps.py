@@ -12,8 +12,11 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.lr_scheduler import ConstantLR
 
 from hf_axonn import AxonnPlugin, Grid, parallelize
+from hf_axonn.accelerator.prepare import point_to_shards
+from hf_axonn.compat.accelerate import forget_state
 from hf_axonn.engine import optimizer_steps
 from hf_axonn.engine.gradient_sync import sync_gradients
+from hf_axonn.engine.host_moments import HostMoments
 from hf_axonn.engine.optimizer_steps import ELEMENTWISE, shards_of, step_elementwise, step_on_shards
 from tests.helpers.equality import rows_of
 from tests.helpers.models import tiny_batch, tiny_model
@@ -125,21 +128,54 @@ def test_a_step_on_shards_is_that_on_dtensors(grid):
     run_ranks(check, grid.size, grid)
 
 
-def check_prepared():
-    """A schedule wraps the step of its optimizer, here before there is a model on a grid."""
-    accelerator = Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=Grid(x=2)))
-    model = tiny_model("llama")
+def steps_on_shards(*, offload: str = "none", schedule_first: bool) -> float:
+    """How many of the parameters a step has on shards; a schedule wraps it before or after there is an Accelerator."""
+    forget_state()
+    AdamW.step = getattr(AdamW.step, "__wrapped__", AdamW.step)  # as in a process that knows of no grid yet
+    model = tiny_model("llama", num_hidden_layers=1)
     optimizer = AdamW(model.parameters())
-    schedule = ConstantLR(optimizer)
-    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    if schedule_first:
+        schedule = ConstantLR(optimizer)
+    accelerator = Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=Grid(x=2), offload=offload))
+    if not schedule_first:
+        schedule = ConstantLR(optimizer)
+    model, prepared, schedule = accelerator.prepare(model, optimizer, schedule)
     accelerator.backward(model(**tiny_batch(2, 7)).loss)
-    with mock.patch.object(optimizer_steps, "_take_back", wraps=optimizer_steps._take_back) as taken:
-        optimizer.step()
-    assert taken.call_count == len(list(model.parameters()))
+    with (
+        mock.patch.object(optimizer_steps, "_take_back", wraps=optimizer_steps._take_back) as taken,
+        mock.patch.object(HostMoments, "take_step", autospec=True, side_effect=HostMoments.take_step) as moved,
+    ):
+        prepared.step()
+    assert moved.call_count == (offload == "optimizer")
+    return taken.call_count / len(list(model.parameters()))
+
+
+def check_prepared():
+    assert steps_on_shards(schedule_first=False) == steps_on_shards(schedule_first=True) == 1
+    assert steps_on_shards(schedule_first=True, offload="optimizer") == 1
 
 
 def test_an_optimizer_whose_schedule_was_made_before_the_grid():
     run_ranks(check_prepared, 2)
+
+
+def check_followed():
+    model = tiny_model("llama", num_hidden_layers=1)
+    optimizer = AdamW([{"params": model.model.parameters()}, {"params": model.lm_head.parameters()}])
+    model, _ = parallelize(model, Grid(x=2))
+    count = len(list(model.parameters()))
+    backward(model, Grid(x=2), 0)
+    whole = f"AdamW holds {count} of {count} parameters as they were before .* the first of shape .131, 48.*: make the"
+    with pytest.raises(ValueError, match=whole):
+        optimizer.step()
+    point_to_shards(optimizer)
+    optimizer.step()
+    assert len(optimizer.state) == count
+
+
+def test_an_optimizer_that_does_not_follow_its_model_onto_the_grid_is_refused():
+    """Without an error its steps would train nothing."""
+    run_ranks(check_followed, 2)
 
 
 def test_a_step_that_is_part_of_a_graph_is_left_alone():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from transformers.optimization import Adafactor
 
-from hf_axonn.accelerator.adafactor import GridAdafactor, follow_grid
+from hf_axonn.compat.torch import ask_class_for_step
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.dtensors import distribute_parameter, shard_of, shard_placements
+from hf_axonn.engine.optimizer_steps import step_on_shards
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import full
 from tests.helpers.ranks import all_grids, run_ranks
@@ -51,6 +53,7 @@ def whole(options: dict, dtype: torch.dtype, *, steps: int = STEPS) -> tuple[dic
 
 def sharded(options: dict, dtype: torch.dtype, grid, *, resume: bool) -> dict[str, torch.Tensor]:
     """The same steps on a grid; half of them on one process, whose state is whole, if `resume`."""
+    step_on_shards()
     mesh = grid_mesh(grid, "cpu")
     before, old = whole(options, dtype, steps=STEPS // 2)
     parameters = {}
@@ -61,10 +64,8 @@ def sharded(options: dict, dtype: torch.dtype, grid, *, resume: bool) -> dict[st
     if resume:
         for name, parameter in parameters.items():
             optimizer.state[parameter] = dict(old.state[before[name]])
-    if "lr" in options:  # a schedule wraps the step of the class as it is now
+    if "lr" in options:
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    follow_grid(optimizer)
-    assert type(optimizer) is GridAdafactor
     for step in range(STEPS // 2 + 1 if resume else 1, STEPS + 1):
         for name, parameter in parameters.items():
             local = shard_of(values(name, step, dtype), parameter.placements, mesh)
@@ -116,36 +117,57 @@ def test_a_grid_of_four_equals_whole_tensors(grids):
         assert not wrong, wrong[:5]
 
 
-def test_plain_parameters_and_other_optimizers_are_left_alone():
-    for optimizer in (Adafactor([nn.Parameter(torch.ones(2, 2))]), torch.optim.SGD([nn.Parameter(torch.ones(2))])):
-        kind = type(optimizer)
-        follow_grid(optimizer)
-        assert type(optimizer) is kind
+def stepped(optimizer: Adafactor, parameter: nn.Parameter) -> torch.Tensor:
+    """The parameter after a step."""
+    parameter.grad = torch.arange(1.0, 4)
+    optimizer.step(lambda: 0.0)
+    return parameter.detach().clone()
 
 
-def test_a_schedule_made_before_the_class_changed_notices_the_steps():
-    """torch warns where it sees a scheduler step before its optimizer."""
-    from hf_axonn.compat.torch import ask_class_for_step
-
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = Adafactor([parameter], lr=1e-2, scale_parameter=False, relative_step=False)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    optimizer.__class__ = GridAdafactor
-    ask_class_for_step(optimizer)
-    parameter.grad = torch.ones(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step(lambda: 0.0)
-        schedule.step()
-    assert optimizer.state[parameter]["step"] == 1 and not parameter.eq(1).any()
-
-
-def test_hooks_of_the_optimizer_run():
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = Adafactor([parameter], lr=1e-2, scale_parameter=False, relative_step=False)
-    optimizer.__class__ = GridAdafactor
-    seen = []
+def test_plain_parameters_have_transformers_own_step():
+    options = dict(lr=1e-2, scale_parameter=False, relative_step=False)
+    step_on_shards()
+    ours = nn.Parameter(torch.ones(3))
+    optimizer, seen = Adafactor([ours], **options), []
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    parameter.grad = torch.ones(3)
-    optimizer.step()
-    assert seen == ["after"]
+    theirs = nn.Parameter(torch.ones(3))
+    with mock.patch.object(Adafactor, "step", Adafactor.step.__wrapped__):
+        truth = stepped(Adafactor([theirs], **options), theirs)
+    assert torch.equal(stepped(optimizer, ours), truth) and not truth.eq(1).any() and seen == ["after"]
+
+
+def test_a_schedule_made_before_notices_the_steps_of_the_class():
+    """torch warns where it sees a scheduler step before its optimizer."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer, seen = Adafactor([parameter], lr=1e-2, scale_parameter=False, relative_step=False), []
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    own = Adafactor.step
+    with mock.patch.object(Adafactor, "step", lambda self, closure=None: seen.append(own(self, closure))):
+        stepped(optimizer, parameter)
+        assert not seen
+        ask_class_for_step(optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            stepped(optimizer, parameter)
+            schedule.step()
+    assert seen == [0.0] and optimizer.state[parameter]["step"] == 2
+
+
+def test_torchs_adafactor_is_refused_on_shards():
+    run_ranks(_refuse_torchs, 2)
+
+
+def _refuse_torchs() -> None:
+    step_on_shards()
+    grid = Grid(x=2)
+    parameter = distribute_parameter(
+        nn.Parameter(torch.ones(4, 2)), shard_placements("column", grid), grid_mesh(grid, "cpu")
+    )
+    optimizer = torch.optim.Adafactor([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match="torch.optim.Adafactor is not supported over a grid: .* Use Transformers'"):
+        optimizer.step()
+    plain = nn.Parameter(torch.ones(4, 2))
+    plain.grad = torch.ones(4, 2)
+    torch.optim.Adafactor([plain]).step()
+    assert not plain.eq(1).any()
