@@ -55,12 +55,23 @@ def flat_optimizer_state(
     """Return an optimizer's state by parameter name: (tensors, numbers and other plain values).
 
     An optimizer that has not stepped yet gets its state made by a step that changes nothing (torch does that).
+
+    Raises:
+        ValueError: what its `state_dict()` returns is not the state and the groups of its parameters.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     with _without_empty_groups(optimizer) as inner:
-        flat = cast("dict[str, Any]", get_optimizer_state_dict(model, inner, options=options))
+        try:
+            flat = cast("dict[str, Any]", get_optimizer_state_dict(model, inner, options=options))
+        except KeyError as problem:
+            if problem.args not in (("state",), ("param_groups",)):
+                raise
+            raise ValueError(
+                f"the state_dict() of {type(inner).__name__} has no {problem}, and so cannot be saved by parameters: "
+                "give an optimizer that steps others one state and all their groups (Both in docs/trainer.md)."
+            ) from None
     tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
     return tensors, {key: value for key, value in flat.items() if key not in tensors}
 

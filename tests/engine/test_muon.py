@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 
 from hf_axonn import Grid, load_sharded, parallelize, save_sharded, sync_gradients
+from hf_axonn.checkpoint.state_dicts import flat_optimizer_state
+from hf_axonn.compat.accelerate import forget_state
 from hf_axonn.engine import muon
 from hf_axonn.engine.dtensors import local
 from tests.helpers.adapting import adapted_model
@@ -22,6 +25,7 @@ from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer, numbers, worst_difference
+from tests.tools.documents import blocks
 
 
 BOUND = 1e-10
@@ -176,6 +180,73 @@ def _train(folder: Path, truth: list[dict]) -> None:
 @pytest.mark.slow
 def test_a_trainer_that_is_handed_muon_equals_one_process(tmp_path: Path) -> None:
     run_ranks(_train, 4, tmp_path, run_trainer(tmp_path / "one", None))
+
+
+def of_the_page() -> dict[str, Any]:
+    """What docs/trainer.md writes for Muon and AdamW together."""
+    names: dict[str, Any] = {"__name__": "page"}
+    (block,) = [each for each in blocks() if each.place.startswith("docs/trainer.md") and "class Both" in each.text]
+    exec(block.text, names)
+    return names
+
+
+def run_both(folder: Path, grid: Grid | None, kind: str, **more) -> list[dict]:
+    """A run of Trainer with a schedule, which saves after its second step."""
+    forget_state()
+    model = tiny_model(kind, num_hidden_layers=1)
+    options = dict(stock=True, max_steps=4, save_steps=2, eval_strategy="no", lr_scheduler_type="cosine")
+    given = dict(optimizers=(of_the_page()["muon_and_adamw"](model), None))
+    trainer = make_trainer(folder, grid, model=model, given=given, warmup_steps=1, **options)
+    with mock.patch.object(Tensor, "bfloat16", lambda self: self), Float64():
+        trainer.train(**more)
+    assert len(trainer.optimizer.state) == len([*trainer.model.parameters()])
+    return [entry for entry in numbers(trainer.state.log_history) if "train_loss" not in entry]
+
+
+def _train_both(folder: Path, truths: dict[str, list[dict]]) -> None:
+    for kind, truth in truths.items():
+        assert worst_difference(run_both(folder / kind, Grid(z=2, x=2), kind), truth) < BOUND, kind
+        checkpoint = folder / kind / "checkpoint-2"
+        resumed = run_both(folder / "on", Grid(data=2, y=2), kind, resume_from_checkpoint=str(checkpoint))
+        assert worst_difference(resumed, truth) < BOUND, kind
+
+
+@pytest.mark.slow
+def test_muon_and_adamw_as_one_equal_one_process_and_resume(tmp_path: Path) -> None:
+    run_ranks(
+        _train_both, 4, tmp_path, {kind: run_both(tmp_path / "one", None, kind) for kind in ("llama", "smollm2")}
+    )
+
+
+def test_muon_and_adamw_as_one_are_those_two() -> None:
+    models = [tiny_model("llama", num_hidden_layers=1) for _ in range(2)]
+    both = of_the_page()["muon_and_adamw"](models[0])
+    alone = of_the_page()["muon_and_adamw"](models[1]).optimizers
+    for step in range(3):
+        for model in models:
+            torch.manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+        if step == 1:
+            both.load_state_dict(both.state_dict())
+        for each in (both, *alone):
+            for group in each.param_groups:
+                group["lr"] *= 0.5
+            each.step()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_optimizer_whose_state_is_not_that_of_its_parameters_says_so() -> None:
+    class Apart(Muon):
+        """Has a dictionary of its own."""
+
+        def state_dict(self) -> dict:
+            return {"muon": super().state_dict()}
+
+    model = tiny_model("llama", num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"the state_dict\(\) of Apart has no 'state', .*[(]Both in docs/trainer.md"):
+        flat_optimizer_state(model, Apart(matrices(model)))
 
 
 def test_parameters_that_are_no_matrices_are_refused_as_by_torch() -> None:
