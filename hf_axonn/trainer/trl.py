@@ -37,6 +37,8 @@ from torch.nn import functional as F
 
 from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.compat.accelerate import parallelism_in_use
+from hf_axonn.compat.post_import import after_import
+from hf_axonn.compat.replaced import around_method
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.distributed.consistency import gather_texts
 from hf_axonn.distributed.mesh import ROWS
@@ -51,11 +53,13 @@ from hf_axonn.trainer import rollouts
 
 MODULE = "trl.trainer.utils"
 TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", *rollouts.TRAINERS)  # that train over a grid
+PRECOMPUTING = {f"trl.trainer.{name.lower()}_trainer": f"{name}Trainer" for name in ("DPO", "KTO")}  # by module
 REFUSED = {"DistillationTrainer": "it multiplies by the whole heads of student and teacher"}
 
 
 def install() -> None:
-    """Wrap two functions in all modules of TRL that have them, once. TRL has been imported."""
+    """Wrap two functions in all modules of TRL that have them, and a method of trainers with references, once. TRL has
+    been imported."""
     for name, ours in {"add_fused_lm_head": _add_fused_lm_head, "hash_module": _hash_module}.items():
         original = getattr(sys.modules[MODULE], name, None)
         if original is not None and not hasattr(original, "of_trl"):
@@ -64,6 +68,8 @@ def install() -> None:
             for path, module in list(sys.modules.items()):
                 if path.partition(".")[0] == "trl" and vars(module).get(name) is original:
                     setattr(module, name, wrapped)
+    for module, name in PRECOMPUTING.items():
+        after_import(module, functools.partial(_install_precomputing, module, name))
 
 
 def check_trainer(trainer: object, grid: Grid) -> None:
@@ -97,6 +103,34 @@ def freeze_references(trainer: object) -> None:
     for model in (getattr(trainer, "ref_model", None), *getattr(trainer, "reward_funcs", ())):
         if parallel_state(model) is not None:
             model.requires_grad_(False)
+
+
+def _install_precomputing(module: str, name: str) -> None:
+    trainer, method = getattr(sys.modules[module], name), _precompute_ref_logps.__name__
+    original = getattr(trainer, method)
+    if not hasattr(original, "of_trl"):
+        wrapped: Any = around_method(original, _precompute_ref_logps)
+        wrapped.of_trl = original
+        setattr(trainer, method, wrapped)
+
+
+def _precompute_ref_logps(self, original: Callable, dataset: Any, name: str, *args, **kwargs):
+    """Refuse what rank 0 would write into a temporary directory of its own, where no other rank finds it.
+
+    Raises:
+        ValueError: the data set is in memory, or the caching of datasets is off.
+    """
+    from datasets import Dataset, is_caching_enabled
+
+    grid = getattr(parallelism_in_use()[0], "grid", None)
+    in_memory = isinstance(dataset, Dataset) and not (dataset.cache_files and is_caching_enabled())
+    if grid is not None and grid.size > 1 and in_memory:
+        raise ValueError(
+            f"precompute_ref_log_probs is not possible over a grid ({grid}) with a {name} data set in memory, or "
+            "without the cache of datasets: rank 0 writes the log-probabilities beside its file, from which all ranks "
+            "read them. Save it with save_to_disk and load it with datasets.load_from_disk."
+        )
+    return original(dataset, name, *args, **kwargs)
 
 
 def _hash_module(original: Callable, module: nn.Module) -> str:

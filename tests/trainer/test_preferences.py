@@ -6,18 +6,32 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from datasets import load_from_disk
 from torch.distributed.tensor import DTensor
 
 from hf_axonn import AxonnPlugin, Grid, parallelize
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.distributed.consistency import gather_texts
+from hf_axonn.trainer import trl as trl_over_a_grid
+from hf_axonn.trainer.hooks import install_when_imported
 from tests.helpers.chats import ExactLogProbs, without_counts
 from tests.helpers.float64 import relative_errors
 from tests.helpers.models import tiny_model
-from tests.helpers.preferences import fit, lora, make_dpo, make_groups, make_kto, make_reward, write_preferences
+from tests.helpers.preferences import (
+    fit,
+    lora,
+    make_dpo,
+    make_groups,
+    make_kto,
+    make_reward,
+    preferences,
+    write_preferences,
+)
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import worst_difference
 
@@ -242,6 +256,24 @@ def _hashes() -> None:
 def test_log_probabilities_of_another_reference_are_not_taken(folder):
     """TRL finds what it has computed before by a hash of all weights, of which each rank has some."""
     run_ranks(_hashes, 2)
+
+
+def test_log_probabilities_of_a_data_set_without_a_file_are_refused(folder):
+    """TRL writes them into a temporary directory of rank 0, and other ranks ended with FileNotFoundError."""
+    from trl import DPOTrainer, KTOTrainer
+
+    install_when_imported()
+    grid = SimpleNamespace(grid=Grid(z=2))
+    for kind in (DPOTrainer, KTOTrainer):
+        with mock.patch.object(trl_over_a_grid, "parallelism_in_use", lambda: (grid, None)):
+            with pytest.raises(
+                ValueError, match="precompute_ref_log_probs is not possible .* with a train data set in"
+            ):
+                kind._precompute_ref_logps(SimpleNamespace(), preferences(4, seed=0), "train", 2)
+            with pytest.raises(AttributeError, match="_precompute_model_hash"):  # TRL's own method, which reads it
+                kind._precompute_ref_logps(SimpleNamespace(), load_from_disk(folder / "train"), "train", 2)
+        with pytest.raises(AttributeError, match="_precompute_model_hash"):
+            kind._precompute_ref_logps(SimpleNamespace(), preferences(4, seed=0), "train", 2)
 
 
 RESUMED_CASES = {
