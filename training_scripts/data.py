@@ -65,10 +65,19 @@ class DataArguments:
     def __post_init__(self):
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length is {self.sequence_length}: a row needs 2 tokens to hold a target")
-        if not 0 <= self.held_out < 1:
-            raise ValueError(f"held_out is {self.held_out}: write the part of the documents to keep, such as 0.05")
+        check_share(self.held_out)
         if self.held_out and self.held_out_data:
             raise ValueError("held_out and held_out_data both say what to evaluate on: give one of them")
+
+
+def check_share(held_out: float) -> None:
+    """Refuse a number that is no part of the rows.
+
+    Raises:
+        ValueError: it is not from 0 up to 1.
+    """
+    if not 0 <= held_out < 1:
+        raise ValueError(f"held_out is {held_out}: write the part of the documents to keep, such as 0.05")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,23 +196,34 @@ def split(group: np.ndarray, counts: np.ndarray, share: float, seed: int) -> tup
     return np.array([*shown[0], *never]), np.array(shown[1])
 
 
-def load_documents(args: DataArguments, name: str) -> datasets.Dataset:
-    """Read the documents called `name`; see `DataArguments.data` for what a name may be."""
+def open_data(
+    name: str, *, config: str | None = None, split: str = "train", text_column: str | None = None
+) -> datasets.Dataset:
+    """Open a JSONL file, a folder written by `datasets`, another folder, or a data set on the hub.
+
+    Args:
+        name: of the file, the folder or the data set.
+        config: configuration of a data set on the hub.
+        split: split to take where the data has splits.
+        text_column: column for the text of each .txt file of another folder; None: it is what `load_dataset` reads.
+    Raises:
+        ValueError: the data is not there, cannot be read, or has no rows.
+    """
     path = Path(name)
     try:
         if path.is_dir() and any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(name)
-        elif path.is_dir():
+        elif path.is_dir() and text_column is not None:
             files = sorted(str(file) for file in path.rglob("*.txt"))
             if not files:
                 raise ValueError(f"{name} holds no .txt file and was not written by datasets' save_to_disk")
             found = datasets.load_dataset("text", data_files=files, sample_by="document", split="train")
-            found = found.rename_column("text", args.text_column) if args.text_column != "text" else found
+            found = found.rename_column("text", text_column) if text_column != "text" else found
         elif path.is_file():
             found = datasets.load_dataset("json", data_files=name, split="train")
             found = open_images(found, path.parent) if "images" in found.column_names else found
         else:
-            found = datasets.load_dataset(name, args.data_config, split=args.split)
+            found = datasets.load_dataset(name, config, split=split)
     except StopIteration:  # of a file without a line
         raise ValueError(f"{name} holds no documents") from None
     except datasets.exceptions.DatasetGenerationError as error:
@@ -211,23 +231,38 @@ def load_documents(args: DataArguments, name: str) -> datasets.Dataset:
     except (FileNotFoundError, ConnectionError) as error:
         raise ValueError(f"{name} is neither a file nor a folder here, nor a data set on the hub: {error}") from error
     if isinstance(found, datasets.DatasetDict):
-        if args.split not in found:
-            raise ValueError(f"{name} has no split {args.split!r}: give --split one of {sorted(found)}")
-        found = found[args.split]
+        if split not in found:
+            raise ValueError(f"{name} has no split {split!r}: give --split one of {sorted(found)}")
+        found = found[split]
     if len(found) == 0:
         raise ValueError(f"{name} holds no documents")
+    return found
+
+
+def refuse_gaps(rows: datasets.Dataset, column: str, name: str) -> None:
+    """Refuse rows that lack a column, or whose bytes are no UTF-8, which pyarrow reads as text, too.
+
+    Raises:
+        ValueError: there are such rows.
+    """
+    try:
+        rows.data.column(column).validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{name} is not UTF-8: write the file as UTF-8 ({error})") from None
+    first = pc.index(pc.is_null(rows.data.column(column)), True).as_py()
+    if first >= 0:
+        raise ValueError(f"{name}, document {first + 1} has no {column}: leave it out")
+
+
+def load_documents(args: DataArguments, name: str) -> datasets.Dataset:
+    """Read the documents called `name`; see `DataArguments.data` for what a name may be."""
+    found = open_data(name, config=args.data_config, split=args.split, text_column=args.text_column)
     if not {"input_ids", args.text_column} & set(found.column_names):
         raise ValueError(
             f"{name} has no column {args.text_column!r}: give --text_column one of {', '.join(found.column_names)}"
         )
     content = "input_ids" if "input_ids" in found.column_names else args.text_column
-    try:
-        found.data.column(content).validate(full=True)  # pyarrow reads other bytes as text, too
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{name} is not UTF-8: write the file as UTF-8 ({error})") from None
-    first = pc.index(pc.is_null(found.data.column(content)), True).as_py()
-    if first >= 0:
-        raise ValueError(f"{name}, document {first + 1} has no {content}: leave it out")
+    refuse_gaps(found, content, name)
     return as_pictures(found, decode=False) if "images" in found.column_names else found
 
 

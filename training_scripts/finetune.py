@@ -13,36 +13,37 @@ A line of documents.jsonl may have "images", a list of files whose paths count f
 in its text the model's placeholder for each; MODEL then has a processor.
 """
 
-import os
-import sys
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     GgufConfig,
-    HfArgumentParser,
     default_data_collator,
     set_seed,
 )
 
 import hf_axonn
 from hf_axonn import AxonnConfig, GoldfishConfig, GoldfishTrainer
-from hf_axonn.compat.own_code import refuse_own_code
 from hf_axonn.engine.documents import why_documents_mix
-from hf_axonn.planner.from_settings import too_long
-from hf_axonn_scripts import is_first
-from hf_axonn_scripts.announce import Announcement, say, say_data, say_saved, say_used, use_terminal
-from hf_axonn_scripts.data import DataArguments, Rows, largest_id, load_documents, load_rows, longest_row
+from hf_axonn_scripts.announce import Announcement, say_data, say_saved, say_used, use_terminal
+from hf_axonn_scripts.checks import (
+    Parser,
+    check_rows,
+    end_with_sentence,
+    load_config,
+    load_tokenizer,
+    make_output,
+    refuse_adapters,
+)
+from hf_axonn_scripts.data import DataArguments, Rows, load_documents, load_rows
 from hf_axonn_scripts.images import ImageCollator
 
 
@@ -74,28 +75,9 @@ class ModelArguments:
     )
 
     def __post_init__(self):
-        if (Path(self.model) / "adapter_config.json").is_file():
-            base = hf_axonn.adapter_base(self.model) or "its adapter_config.json does not say which"
-            raise ValueError(
-                f"{self.model} holds adapters, which would stay frozen: give the model that they are for ({base}), "
-                "and --lora_r for new ones"
-            )
+        refuse_adapters(self.model, option="--lora_r")
         if self.lora_r < 0:
             raise ValueError(f"lora_r is {self.lora_r}: give the rank of the adapters, or 0 to train all weights")
-
-
-class Parser(HfArgumentParser):
-    """The options of all three classes. In a launch with several processes only the first one talks."""
-
-    def print_help(self, file=None):
-        if is_first():
-            super().print_help(file)
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n--help lists all options.\n")
-
-    def exit(self, status=0, message=None):
-        super().exit(status, message if is_first() else None)
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
@@ -113,44 +95,17 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
     # One epoch, in which a document is seen as often as its bucket says; 10 to 20 lines of losses, however long the
     # run is; warnings of one process, because the others have the same.
     parser.set_defaults(num_train_epochs=1, logging_steps=0.05, log_level_replica="error")
-    try:
-        model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
-    except ValueError as error:
-        parser.error(str(error))
-    if args.eval_strategy != "no" and not (data_args.held_out or data_args.held_out_data):
-        parser.error(f"--eval_strategy {args.eval_strategy} needs --held_out or --held_out_data")
-    resumed = args.resume_from_checkpoint
-    if resumed and resumed != "last" and not Path(resumed).is_dir():
-        parser.error(f"--resume_from_checkpoint {resumed} is no folder; last is the newest one in --output_dir")
+    model_args, data_args, args = parser.parse(argv)
+    held_out = bool(data_args.held_out or data_args.held_out_data)
+    parser.check_training(args, held_out=held_out, options="--held_out or --held_out_data")
     return model_args, data_args, args
 
 
-def load_tokenizer(args: ModelArguments, auto_class: Any = AutoTokenizer):
-    """Load the tokenizer, or the processor with its own.
-
-    A tokenizer without a padding token pads with its end of sequence, which the labels leave out.
-
-    Raises:
-        ValueError: it has neither of the two, there is no such model, or code that comes with it would have to run.
-    """
+def read_tokenizer(args: ModelArguments, auto_class: Any = AutoTokenizer):
+    """Load the tokenizer, or the processor with its own (`load_tokenizer`)."""
     gguf = {"gguf_file": args.gguf_file} if args.gguf_file and not args.tokenizer else {}
-    name = args.tokenizer or args.model
-    try:
-        loaded = auto_class.from_pretrained(name, trust_remote_code=args.trust_remote_code, **gguf)
-    except (ValueError, OSError) as error:
-        refuse_own_code(name, error)
-        if Path(name).exists():
-            raise
-        raise ValueError(f"{name} is neither a folder here, nor a model on the hub: {error}") from error
-    tokenizer = getattr(loaded, "tokenizer", loaded)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token is None:
-        raise ValueError(
-            f"the tokenizer {name} has neither a padding token nor an end of sequence: set pad_token and eos_token in "
-            "its tokenizer_config.json, or name another with --tokenizer"
-        )
-    return loaded
+    options = {"option": "--tokenizer", "trust_remote_code": args.trust_remote_code, **gguf}
+    return load_tokenizer(args.tokenizer or args.model, auto_class, **options)
 
 
 def load_model(args: ModelArguments, grid: hf_axonn.Grid | None, auto_class: Any = AutoModelForCausalLM):
@@ -194,42 +149,12 @@ def add_lora(model, args: ModelArguments):
     )
 
 
-def make_output(folder: Path) -> None:
-    """Make the output directory before weights are read, not after training.
-
-    Raises:
-        ValueError: it cannot be made, or nothing can be written there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output_dir {folder} cannot be made ({error.strerror}): name another folder") from None
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"--output_dir {folder} cannot be written to: name another folder")
-
-
-def check_rows(args: ModelArguments, rows: Rows) -> None:
-    """Compare the rows with the model's configuration, before any weight is read: the ids with its vocabulary, and the
-    longest row with its positions, of which it warns, as some models take more than their configuration says.
-
-    Raises:
-        ValueError: an id is too large for the model, or code that comes with the model would have to run.
-    """
+def check_data(args: ModelArguments, rows: Rows) -> None:
+    """Compare the rows with the model's configuration, before any weight is read (`check_rows`)."""
     gguf = {"gguf_file": args.gguf_file} if args.gguf_file else {}
-    try:
-        config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code, **gguf)
-    except ValueError as error:
-        refuse_own_code(args.model, error)
-        raise
-    text, parts = config.get_text_config(), [part for part in (rows.train, rows.held_out) if part is not None]
-    if long := too_long(max(map(longest_row, parts)), getattr(text, "max_position_embeddings", None) or 0):
-        say(f"warning: {long}: give a shorter --sequence_length.")
-    vocabulary, largest = getattr(text, "vocab_size", None), max(map(largest_id, parts))
-    if vocabulary is not None and largest >= vocabulary:
-        raise ValueError(
-            f"the data have the token id {largest}, but the vocabulary of {args.model} ends at {vocabulary - 1}: the "
-            f"tokenizer ({args.tokenizer or args.model}), or the column input_ids, is of another model"
-        )
+    config = load_config(args.model, trust_remote_code=args.trust_remote_code, **gguf)
+    parts = [part for part in (rows.train, rows.held_out) if part is not None]
+    check_rows(config, parts, tokenizer=args.tokenizer or args.model, option="--sequence_length")
 
 
 def check_packing(model, args: GoldfishConfig) -> None:
@@ -260,27 +185,21 @@ def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
     launched = AxonnConfig.from_env()
     grid = launched.grid if launched else None
     set_seed(args.seed)  # adapters begin with random numbers, which must be the same on every rank
-    try:
+    with end_with_sentence(model_args.model):
         # One process prepares the rows, the others read them from the cache.
         with args.main_process_first(desc="tokens to rows"):
             documents = load_documents(data_args, data_args.data)
             seen = "images" in documents.column_names
-            tokenizer = load_tokenizer(model_args, AutoProcessor if seen else AutoTokenizer)
+            tokenizer = read_tokenizer(model_args, AutoProcessor if seen else AutoTokenizer)
             rows = load_rows(data_args, tokenizer, documents=documents, seed=args.seed)
         say_data(data_args, rows, None if args.max_steps > 0 else args.num_train_epochs)
-        check_rows(model_args, rows)
+        check_data(model_args, rows)
         make_output(output)
         auto_class = AutoModelForImageTextToText if seen else AutoModelForCausalLM
         model = load_model(model_args, grid, auto_class)
         if data_args.packing:
             check_packing(model, args)
         frozen = load_frozen(model_args, grid, args, auto_class)
-    except (ValueError, OSError, SafetensorError) as error:
-        if isinstance(error, SafetensorError):
-            error = ValueError(f"the weights of {model_args.model} are damaged ({error}): copy or download them again")
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the first of this machine, whose files may be others
-            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
 
     args.remove_unused_columns = args.remove_unused_columns and not seen  # pixels are made of other columns
     collator = ImageCollator(tokenizer) if seen else DataCollatorForSeq2Seq(tokenizer)

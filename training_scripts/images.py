@@ -36,6 +36,19 @@ def as_pictures(rows: datasets.Dataset, *, decode: bool = True) -> datasets.Data
     return rows.cast_column("images", datasets.List(datasets.Image(decode=decode)))
 
 
+def require_images(processor: Any) -> None:
+    """Refuse the tokenizer of a model that takes no images.
+
+    Raises:
+        ValueError: `processor` has no processor of images.
+    """
+    if not hasattr(processor, "image_processor"):
+        raise ValueError(
+            "the data have a column images, and the model has a tokenizer and no processor of images: take another "
+            "model, or remove the column"
+        )
+
+
 def to_image_rows(documents: datasets.Dataset, processor: Any, *, text_column: str, length: int) -> datasets.Dataset:
     """Make a row of each document that has two tokens or more.
 
@@ -49,11 +62,7 @@ def to_image_rows(documents: datasets.Dataset, processor: Any, *, text_column: s
         ValueError: the model has no processor of images, a document has no text or another number of placeholders than
             of images, or a row is too long.
     """
-    if not hasattr(processor, "image_processor"):
-        raise ValueError(
-            "the data have a column images, and the model has a tokenizer and no processor of images: take another "
-            "model, or remove the column"
-        )
+    require_images(processor)
     end = processor.tokenizer.eos_token or ""
     documents = as_pictures(documents)
 

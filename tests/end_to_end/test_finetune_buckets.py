@@ -225,6 +225,6 @@ def test_a_model_that_is_nowhere_is_named(folder, monkeypatch, capsys):
 
     monkeypatch.setattr(finetune.AutoTokenizer, "from_pretrained", nothing)
     with pytest.raises(ValueError, match="MODLE is neither a folder here, nor a model on the hub: no connection"):
-        finetune.load_tokenizer(finetune.ModelArguments(model="MODLE"))
+        finetune.read_tokenizer(finetune.ModelArguments(model="MODLE"))
     with pytest.raises(OSError, match="no connection"):  # what is there has another fault
-        finetune.load_tokenizer(finetune.ModelArguments(model=str(folder)))
+        finetune.read_tokenizer(finetune.ModelArguments(model=str(folder)))

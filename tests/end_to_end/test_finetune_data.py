@@ -342,7 +342,7 @@ def test_rows_longer_than_the_model_are_warned_of(model_directory, tokenizer, tm
     lines = write_lines(tmp_path / "documents.jsonl", [{"text": " ".join(WORDS * 5)}])
     for length in (64, 65):
         rows = data.load_rows(data.DataArguments(data=lines, sequence_length=length), tokenizer)
-        finetune.check_rows(finetune.ModelArguments(model=str(model_directory)), rows)
+        finetune.check_data(finetune.ModelArguments(model=str(model_directory)), rows)
         warned = "warning: sequences of 65 tokens are longer than the 64 that the config" in capsys.readouterr().out
         assert warned == (length == 65)
 
