@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.transformers import text_config
-from hf_axonn.distributed.collectives import all_reduce, gather_replicated, reduce_, start_all_gather
+from hf_axonn.distributed.collectives import all_reduce, gather_replicated, reduce_, start_all_gather, world_rank
 from hf_axonn.distributed.mesh import TOKENS, GridMesh
 from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim
 from hf_axonn.engine.context import StagePass
@@ -42,6 +43,8 @@ from hf_axonn.layers.base import patch_forward
 if TYPE_CHECKING:
     from hf_axonn.topology.grid import Grid
 
+
+logger = get_logger(__name__)
 
 FUNCTION = "load_balancing_loss_func"
 ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
@@ -106,7 +109,8 @@ def install_router_loss(state: ParallelState, model: nn.Module) -> None:
     found = _names_with_function(model)
     if not found:
         return
-    RouterLoss(state, model, getattr(model, model.base_model_prefix))
+    extends = FUNCTION not in getattr(inspect.unwrap(type(model).forward), "__globals__", {})
+    RouterLoss(state, model, getattr(model, model.base_model_prefix), extends=extends)
     for names in found:
         if not hasattr(names[FUNCTION], "of_one_process"):
             names[FUNCTION] = _join_ranks(names[FUNCTION])
@@ -136,12 +140,29 @@ def _join_ranks(original: Callable) -> Callable:
     return function
 
 
-class RouterLoss:
-    """The auxiliary loss of one model. Marks what its base model returns as `router_logits`."""
+@functools.cache
+def _warn_of_own_means(name: str, ranks: int) -> None:
+    if world_rank() == 0:
+        logger.warning(
+            f"{name}.forward gets the router logits of one of {ranks} ranks with other tokens. A mean over them, such "
+            "as a z loss, is that over all ranks only where these have equally many tokens, padding included: pad all "
+            f"batches to one length, or compute it by a function {FUNCTION} in the module of {name}, which gets the "
+            "logits of all ranks."
+        )
 
-    def __init__(self, state: ParallelState, model: nn.Module, base: nn.Module) -> None:
+
+class RouterLoss:
+    """The auxiliary loss of one model. Marks what its base model returns as `router_logits`.
+
+    Args:
+        extends: whether the model's class adds to a forward that has the loss, without the function's name: the logits
+            of one rank are all that its own code gets.
+    """
+
+    def __init__(self, state: ParallelState, model: nn.Module, base: nn.Module, *, extends: bool) -> None:
         self.state = state
         self._has_labels = False
+        self._extended = type(model).__name__ if extends else ""
         patch_forward(model, functools.partial(self._model, inspect.signature(model.forward)))
         patch_forward(base, self._base)
 
@@ -164,6 +185,9 @@ class RouterLoss:
             output["router_logits"] = RouterLogits(output.get("router_logits") or (), self)
         elif self._is_of_all() and output.get("router_logits"):
             output["router_logits"] = RouterLogits(output["router_logits"], self)
+            ranks = self.state.grid_mesh.size(*TOKENS)
+            if self._extended and ranks > 1:
+                _warn_of_own_means(self._extended, ranks)
         return output
 
     def compute(self, original: Callable, arguments: dict) -> Tensor:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import AutoModelForSequenceClassification, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.state import ParallelState
-from hf_axonn.losses.router_aux import RouterLogits
+from hf_axonn.losses import router_aux
+from hf_axonn.losses.router_aux import RouterLogits, install_router_loss
 from hf_axonn.losses.shares import install_shares
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_config, tiny_model
@@ -184,3 +185,30 @@ def test_outputs_that_are_made_anew_are_tuples_like_any_other() -> None:
     """As Accelerate makes them under mixed precision, and Trainer in `predict`."""
     logits = RouterLogits([torch.ones(2, dtype=torch.bfloat16)], router_loss=None)
     assert convert_to_fp32({"router_logits": logits})["router_logits"][0].dtype == torch.float32
+
+
+class Squares(Qwen3MoeForCausalLM):
+    """Adds the mean over this rank's tokens, which says nothing of those of others."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        output = super().forward(input_ids, labels=labels, **kwargs)
+        return output | {"loss": output.loss + torch.cat(output.router_logits).logsumexp(dim=-1).square().mean()}
+
+
+@pytest.mark.parametrize("own", [Squares, Qwen3MoeForCausalLM])
+def test_a_class_that_takes_its_own_mean_of_router_logits_is_warned_once(own, caplog) -> None:
+    router_aux._warn_of_own_means.cache_clear()
+    model = moe("qwen3_moe", num_hidden_layers=2)
+    model.__class__ = own
+    mesh = fake_mesh(Grid(z=2), 0)
+    install_router_loss(ParallelState(mesh, AxonnConfig(grid=mesh.grid)), model)
+    ids = tiny_rows()["input_ids"]
+    with torch.no_grad():
+        model.model(ids, output_router_logits=True)
+    assert not caplog.messages
+    for _ in range(2):
+        assert isinstance(model.model(ids, output_router_logits=True).router_logits, RouterLogits)
+    warned = [
+        message for message in caplog.messages if "Squares.forward gets the router logits of one of 2" in message
+    ]
+    assert len(warned) == len(caplog.messages) == (own is Squares)
