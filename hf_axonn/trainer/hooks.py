@@ -23,6 +23,7 @@ from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.replaced import around_method, replace_attributes
 from hf_axonn.compat.transformers import compute_where_launched, pass_on_ddp_timeout
+from hf_axonn.distributed.collectives import reduce_
 from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_ranks
 from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
@@ -228,12 +229,20 @@ def prediction_step(
     prediction_loss_only: bool,
     ignore_keys: list[str] | None = None,
 ):
-    """Leave logits to the loss where an evaluation returns nothing else."""
+    """Leave logits to the loss where an evaluation returns nothing else.
+
+    Where context divides rows, the loss is the mean over its ranks: a term that the model adds is of a rank's
+    positions, and an evaluation counts these ranks once. Collective: then an all-reduce of it over context.
+    """
+    state = parallel_state(model)
     loss = getattr(without_peft(self.accelerator.unwrap_model(model)), "loss_function", None)
     with contextlib.ExitStack() as stack:
         if prediction_loss_only and isinstance(loss, ShardedCausalLMLoss):
             stack.enter_context(loss.alone())
-        return original(model, inputs, prediction_loss_only, ignore_keys)
+        found, *others = original(model, inputs, prediction_loss_only, ignore_keys)
+    if found is not None and state is not None and state.grid_mesh.size("context") > 1:
+        found = reduce_(found.clone(), state.grid_mesh.group("context")) / state.grid_mesh.size("context")
+    return found, *others
 
 
 def get_num_trainable_parameters(self, original: Callable) -> int:

@@ -44,7 +44,23 @@ def bamba() -> nn.Module:
     return tiny_model("bamba", **sizes)
 
 
+class Squares(Qwen3MoeForCausalLM):
+    """Adds the mean over this rank's tokens, which says nothing of those of others."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
+        output = super().forward(input_ids, attention_mask, position_ids, labels=labels, **kwargs)
+        output["loss"] = output["loss"] + torch.cat(output.router_logits).logsumexp(dim=-1).square().mean()
+        return output
+
+
+def squares() -> nn.Module:
+    model = moe("qwen3_moe", num_hidden_layers=2)
+    model.__class__ = Squares
+    return model
+
+
 MODELS = {"routers": functools.partial(moe, "qwen3_moe", num_hidden_layers=4), "squares": bamba, "rows": classifier}
+OWN = {"own squares": squares}
 
 
 def make(folder: Path, kind: str, grid: Grid | None, *, goldfish: bool = False, **changes) -> Trainer:
@@ -55,7 +71,7 @@ def make(folder: Path, kind: str, grid: Grid | None, *, goldfish: bool = False, 
     trainer_class, config = (GoldfishTrainer, GoldfishConfig) if goldfish else (Trainer, TrainingArguments)
     rows = token_data(ROWS, seed=1)
     return trainer_class(
-        model=MODELS[kind](),
+        model=(MODELS | OWN)[kind](),
         args=config(**options),
         train_dataset=rows,
         eval_dataset=rows,
@@ -187,18 +203,22 @@ def test_outputs_that_are_made_anew_are_tuples_like_any_other() -> None:
     assert convert_to_fp32({"router_logits": logits})["router_logits"][0].dtype == torch.float32
 
 
-class Squares(Qwen3MoeForCausalLM):
-    """Adds the mean over this rank's tokens, which says nothing of those of others."""
+def evaluate(folder: Path, grid: Grid | None) -> float:
+    trainer = make(folder, "own squares", grid)
+    with Float64():
+        return trainer.evaluate()["eval_loss"]
 
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        output = super().forward(input_ids, labels=labels, **kwargs)
-        return output | {"loss": output.loss + torch.cat(output.router_logits).logsumexp(dim=-1).square().mean()}
+
+def test_an_evaluation_where_context_divides_rows_has_own_terms_of_all_positions(tmp_path) -> None:
+    truth = evaluate(tmp_path, None)
+    for found in run_ranks(evaluate, 2, tmp_path, Grid(z=2, context=2)):
+        assert abs(found / truth - 1) < BOUND
 
 
 @pytest.mark.parametrize("own", [Squares, Qwen3MoeForCausalLM])
 def test_a_class_that_takes_its_own_mean_of_router_logits_is_warned_once(own, caplog) -> None:
     router_aux._warn_of_own_means.cache_clear()
-    model = moe("qwen3_moe", num_hidden_layers=2)
+    model = squares()
     model.__class__ = own
     mesh = fake_mesh(Grid(z=2), 0)
     install_router_loss(ParallelState(mesh, AxonnConfig(grid=mesh.grid)), model)
