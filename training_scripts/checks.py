@@ -135,12 +135,21 @@ def load_config(model: str, **options: Any) -> PreTrainedConfig:
         raise
 
 
-def make_output(folder: Path) -> None:
+def make_output(folder: Path, *, adapters: bool) -> None:
     """Make the output directory before weights are read, not after training.
 
+    Args:
+        folder: the directory.
+        adapters: whether the run saves adapters, and not a whole model.
     Raises:
-        ValueError: it cannot be made, or nothing can be written there.
+        ValueError: it cannot be made, nothing can be written there, or it holds adapters, which loaders would read in
+            the place of the whole model that is saved beside them.
     """
+    if not adapters and (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--output_dir {folder} holds adapters of another run, which would be read in the place of this run's "
+            "model: name another folder, or remove adapter_config.json from it"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

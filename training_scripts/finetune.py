@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
             rows = load_rows(data_args, tokenizer, documents=documents, seed=args.seed)
         say_data(data_args, rows, None if args.max_steps > 0 else args.num_train_epochs)
         check_data(model_args, rows)
-        make_output(output)
+        make_output(output, adapters=model_args.lora_r > 0)
         auto_class = AutoModelForImageTextToText if seen else AutoModelForCausalLM
         model = load_model(model_args, grid, auto_class)
         if data_args.packing:

@@ -40,7 +40,10 @@ from hf_axonn_scripts.images import require_images
 
 
 CHATS = ("messages", "conversations")
-LORA = ("lora_", "use_rslora", "use_dora")
+NEEDS = {
+    "use_peft": ("lora_", "use_rslora", "use_dora"),
+    "load_in_4bit": ("bnb_4bit_", "use_bnb_"),
+}  # options by prefix
 
 
 @dataclass
@@ -64,10 +67,10 @@ class ModelArguments(ModelConfig):
         if self.model_name_or_path is None:
             raise ValueError("--model_name_or_path is missing: give a folder of a model, or its name on the hub")
         refuse_adapters(self.model_name_or_path, option="--use_peft")
-        lora = [option for option in fields(self) if option.name.startswith(LORA)]
-        given = [option.name for option in lora if getattr(self, option.name) != option.default]
-        if given and not self.use_peft:
-            raise ValueError(f"--{given[0]} has no effect without --use_peft")
+        given = [option.name for option in fields(self) if getattr(self, option.name) != option.default]
+        for switch, prefixes in NEEDS.items():
+            if idle := [name for name in given if name.startswith(prefixes) and not getattr(self, switch)]:
+                raise ValueError(f"--{idle[0]} has no effect without --{switch}")
 
 
 def load_rows(args: DataArguments, *, text_column: str = "text") -> Dataset:
@@ -172,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishSFTTrainer:
         )
         check_chats(rows, processing, args, name)
         config = load_config(name, **options)
-        make_output(output)
+        make_output(output, adapters=model_args.use_peft)
         model = load_model(model_args, args, AutoModelForImageTextToText if seen else AutoModelForCausalLM)
         args.model_init_kwargs = None  # the model has been made with them
         trainer = GoldfishSFTTrainer(

@@ -308,6 +308,7 @@ def test_gguf_options_reach_the_loader(monkeypatch):
         (["--model", "./nowhere"], "nowhere"),
         (["--resume_from_checkpoint", "./nowhere"], "nowhere is no folder; last is the newest one in --output_dir"),
         (["--output_dir", "documents.jsonl"], "cannot be made (File exists): name another folder"),
+        (["--output_dir", "adapters"], "adapters holds adapters of another run"),
         (["--model", "adapters"], "give the model that they are for (some/base), and --lora_r for new ones"),
         (["--model", "cut"], "the weights of cut are damaged"),
         (["--model", "own"], "own comes with code of its own: read it, and give --trust-remote-code"),
