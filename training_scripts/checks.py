@@ -142,13 +142,13 @@ def make_output(folder: Path, *, adapters: bool) -> None:
         folder: the directory.
         adapters: whether the run saves adapters, and not a whole model.
     Raises:
-        ValueError: it cannot be made, nothing can be written there, or it holds adapters, which loaders would read in
-            the place of the whole model that is saved beside them.
+        ValueError: it cannot be made, nothing can be written there, or it holds adapters, which loaders would add to
+            the whole model that is saved beside them, or read in its place.
     """
     if not adapters and (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"--output_dir {folder} holds adapters of another run, which would be read in the place of this run's "
-            "model: name another folder, or remove adapter_config.json from it"
+            f"--output_dir {folder} holds adapters of another run, which loaders would add to this run's model, or "
+            "read in its place: name another folder, or remove adapter_config.json from it"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
