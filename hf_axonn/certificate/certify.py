@@ -229,9 +229,7 @@ def certify(
     arguments = read_arguments(trainer_args) if trainer_args else {}
     if loading := arguments.get("distributed_config"):
         plan = divide_plan(plan, loading)
-    if output.exists() and any(output.iterdir()):
-        raise ValueError(f"--output: {output} is not empty: give another folder.")
-    output.mkdir(parents=True, exist_ok=True)
+    make_new_folder(output)
     if model is None:
         job = prepare_script(output.resolve(), plan, script, steps=steps)
     else:
@@ -255,6 +253,20 @@ def certify(
         for path in (output / name).rglob("*.pt"):
             path.unlink()
     return exit_code(results), [*screen, f"  {output / 'certificate.json'}, certificate.html"]
+
+
+def make_new_folder(output: Path) -> None:
+    """Make the folder of --output, which may be there if it is empty.
+
+    Raises:
+        ValueError: it is a file, is within one, or is not empty.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"--output: {output} is a file, or within one: give a folder that is new.") from None
+    if any(output.iterdir()):
+        raise ValueError(f"--output: {output} is not empty: give another folder.")
 
 
 def check_dtype(dtype: str, script: Sequence[str]) -> None:

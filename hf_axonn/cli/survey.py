@@ -68,14 +68,14 @@ def run_survey(options: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM
 
     from hf_axonn.architectures.plan import plan_for
+    from hf_axonn.certificate.certify import make_new_folder
     from hf_axonn.certificate.shrinking import config_of
 
     names = options.grids.split(",")
     if wrong := [name for name in names if name not in GRIDS]:
         raise ValueError(f"--grids: {wrong[0]} is none of {', '.join(GRIDS)}.")
     output = Path(options.output or tempfile.mkdtemp(prefix="survey-"))
-    if output.exists() and any(output.iterdir()):
-        raise ValueError(f"--output: {output} is not empty: give another folder.")
+    make_new_folder(output)
     if options.trust_remote_code:
         register_code(options.model)
     config = config_of(options.model)

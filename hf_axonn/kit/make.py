@@ -124,7 +124,9 @@ def make_kit(
 
 
 def check_output(output: Path) -> None:
-    """Raise ValueError if a folder holds anything that is not a kit's."""
+    """Raise ValueError if it is no folder, or holds anything that is not a kit's."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file: give another --output")
     for path in output.iterdir() if output.exists() else ():
         if path.suffix != ".whl" and path.name != INSTALL:
             raise ValueError(f"{output} holds {path.name}, which is not of a kit: give another --output")

@@ -47,6 +47,18 @@ def test_it_prints_the_plan_and_what_each_grid_gave(tmp_path, capsys, monkeypatc
     assert main(command) == 2 and "is not empty" in capsys.readouterr().err
 
 
+def test_a_file_in_the_place_of_the_folder_is_refused_before_a_model_is_read(tmp_path, capsys):
+    launch, file = tmp_path / "axonn.yaml", tmp_path / "file"
+    settings = {"distributed_type": "MULTI_GPU", "num_processes": 2, "use_cpu": True}
+    launch.write_text(yaml.safe_dump({**settings, "axonn_config": {"grid": {"x": 2}}}))
+    file.write_text("kept")
+    for output in (file, file / "folder"):
+        for command in (["survey", "no_model"], ["certify", "--config", str(launch), "--model", "no_model"]):
+            assert main([*command, "--output", str(output)]) == 2
+            assert f"--output: {output} is a file, or within one: give a folder" in capsys.readouterr().err
+    assert file.read_text() == "kept"
+
+
 def test_a_type_without_blocks_has_no_certificate(capsys):
     assert main(["survey", "xlnet"]) == 1
     assert "xlnet: no list of decoder layers with a block was found" in capsys.readouterr().out

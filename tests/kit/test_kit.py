@@ -249,6 +249,9 @@ def test_a_folder_that_is_no_kit_is_left_alone(place, capsys):
     assert place.kit("torch==2.11.0") == 2
     assert "holds thesis.tex, which is not of a kit: give another --output" in capsys.readouterr().err
     assert (place.output / "thesis.tex").exists()
+    file = place.output / "thesis.tex"
+    assert place.kit("torch==2.11.0", options=["--output", str(file)]) == 2
+    assert f"{file} is a file: give another --output" in capsys.readouterr().err
 
 
 def install(kit: Path, site: Path, **environment: str) -> subprocess.CompletedProcess[str]:
