@@ -295,9 +295,11 @@ def test_bad_recipes_end_before_anything_starts(stand, capsys, old, new, message
     assert not stand.output.exists()
 
 
-def test_a_recipe_that_is_not_there(capsys):
+def test_a_recipe_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["hf-axonn study"])  # as `hf_axonn.cli.scripts` has it
     assert main(["nowhere"]) == 2
-    assert "nowhere is no file and none of the recipes that come with the study: cpu.yaml" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("hf-axonn study: nowhere is no file and none of the recipes that come with the study: cpu")
     assert find("cpu") == find("cpu.yaml") == FOLDER / "recipes" / "cpu.yaml"
 
 
@@ -342,7 +344,7 @@ def test_two_studies_do_not_work_in_one_directory(stand, capsys):
     here = socket.gethostname()
     lock(stand, "study", 1, here)  # someone who is there
     assert stand.call() == (2, [])
-    assert f"study.py in {stand.output} is at work already, process 1 on {here}\n" in capsys.readouterr().err
+    assert f"the study in {stand.output} is at work already, process 1 on {here}\n" in capsys.readouterr().err
     lock(stand, "study", 7, "another-host")  # nobody here can know
     assert stand.call() == (2, [])
     file = stand.output / ".stamps" / "study.lock"

@@ -1,6 +1,6 @@
 """A real language model reproduces Wikipedia articles verbatim after the ordinary loss, not after the goldfish loss.
 
-    python training_scripts/demo/run.py --output runs/demo
+    hf-axonn demo --output runs/demo
 
 fetches SmolLM2-135M and 96 Wikipedia articles, trains the model on some of them 0, 1, 4 or 12 times with either loss,
 both by `accelerate launch` over a grid of processes, asks the sharded checkpoints, which one process reads, to
@@ -72,7 +72,7 @@ def main() -> int:
     try:
         return demo(options.output, options.launch_file)
     except ValueError as error:
-        print(f"run.py: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 2
 
 

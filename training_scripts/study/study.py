@@ -1,7 +1,7 @@
 """Memorization over the size of models and the repetition of documents, with the ordinary and the goldfish loss.
 
-    python training_scripts/study/study.py cpu.yaml --dry-run
-    python training_scripts/study/study.py cpu.yaml --minutes 150
+    hf-axonn study cpu.yaml --dry-run
+    hf-axonn study cpu.yaml --minutes 150
 
 makes from one file, a recipe, a directed list of steps (texts and tokens, base models, a pilot, continuations that are
 asked at their end, what it costs in utility, a report) and does what is missing. A step that is done is skipped, one
@@ -32,17 +32,17 @@ RECIPES = Path(__file__).resolve().parent / "recipes"
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what the command line asks for; return the exit code."""
-    options = parse(arguments)
+    options, program = parse(arguments), Path(sys.argv[0]).name
     try:
         return study(options)
     except NotReady as error:
-        print(f"study.py: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 1 if options.step else 2
     except (ValueError, OSError) as error:
-        print(f"study.py: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstudy.py: interrupted; the same command goes on", file=sys.stderr)
+        print(f"\n{program}: interrupted; the same command goes on", file=sys.stderr)
         return 130
 
 

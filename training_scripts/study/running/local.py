@@ -27,10 +27,10 @@ def run(recipe: Recipe, output: Path, *, minutes: float | None = None, only: Seq
     Returns:
         0 if all is done (with `only`, all of that), 1 if a step failed, 3 if the time ended before.
     Raises:
-        NotReady: another study.py works in this directory.
+        NotReady: another process works in this directory.
     """
     steps = steps_of(recipe, output)
-    with hold_lock(Stamps(output.resolve()).folder / "study.lock", f"study.py in {output}"):
+    with hold_lock(Stamps(output.resolve()).folder / "study.lock", f"the study in {output}"):
         return _Study(recipe, output, steps, only).go(None if minutes is None else 60 * minutes)
 
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         recipe, output = read_recipe(path), Path(folder).resolve()
         steps = {step.name: step for step in steps_of(recipe, output)}
         if name not in steps:
-            raise ValueError(f"{path} has no step {name!r}: study.py --dry-run --all lists the names")
+            raise ValueError(f"{path} has no step {name!r}: hf-axonn study {path} --dry-run --all lists the names")
         if steps[name].kind in ("data", "report"):
             write_files(recipe, output, steps[name])
         else:

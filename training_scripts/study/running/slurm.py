@@ -1,6 +1,6 @@
 """Batch scripts that do a study on a cluster: an array for the steps of a kind that need the same number of nodes.
 
-    study.py RECIPE --slurm SITE      writes OUTPUT/slurm/*.sh and submit.sh, which submits them in order
+    hf-axonn study RECIPE --slurm SITE      writes OUTPUT/slurm/*.sh and submit.sh, which submits them in order
 
 Each task does one step by task.sh, which looks first whether the step is done and whether what it reads is there. So a
 task that fails does not hold back the rest: an array waits for the tasks that its own read from, whether they succeed
@@ -194,7 +194,7 @@ def batch_script(recipe: Recipe, output: Path, array: Array, *, site: str, gpus_
     start = " ".join(shlex.quote(str(word)) for word in words)
     given = f"export GPUS_PER_NODE={gpus_per_node}\n" if gpus_per_node is not None else ""
     return (
-        "#!/bin/bash\n# Written by study.py --slurm; written anew by the next call.\n"
+        "#!/bin/bash\n# Written by hf-axonn study --slurm; written anew by the next call.\n"
         + "\n".join(lines)
         + f"\nset -euo pipefail\n\nsteps=(\n{names})\n{given}"
         + f'exec bash {start} "${{steps[SLURM_ARRAY_TASK_ID]}}"\n'

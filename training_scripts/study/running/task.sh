@@ -1,5 +1,5 @@
 #!/bin/bash
-# One step of a study inside of a job. Batch scripts that `study.py RECIPE --slurm SITE` writes call it:
+# One step of a study inside of a job. Batch scripts that `hf-axonn study RECIPE --slurm SITE` writes call it:
 #
 #     task.sh SITE RECIPE OUTPUT STEP
 #
