@@ -78,7 +78,7 @@ class LossStrategy:
 
     Attributes:
         denominator: what a step's weighted sum is divided by: the number of kept labels, or the sum of their weights,
-            which then are at least 0.
+            which then are at least 0 (a training log raises ValueError where they were not).
         sources: models whose outputs `weigh_outputs` reads: "model", the one that is trained, as it is before the
             step; "frozen", the `frozen_model` of the trainer. Each costs a forward pass.
     """

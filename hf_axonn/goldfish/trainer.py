@@ -100,6 +100,7 @@ class GoldfishMixin(RecordingMixin):
             self._refuse_what_bypasses_the_loss()
         self._eval_totals: Tensor | None = None
         self._documents: Tensor | None = None
+        self._unfit: Tensor | None = None  # weights that no label may have, counted on this rank since the last sum
         if loss_strategy is not None and (not self.args.goldfish or self.args.loss_strategy != "goldfish"):
             named = "goldfish=False" if not self.args.goldfish else f"loss_strategy={self.args.loss_strategy}"
             raise ValueError(
@@ -125,7 +126,7 @@ class GoldfishMixin(RecordingMixin):
                 "collator without it, or train with goldfish=False."
             )
         self._token_loss().record.pop()
-        self._documents = None
+        self._documents = self._unfit = None
         ordinary = type(self.loss_strategy) is LossStrategy
         if not self._strategy_given and self.args.goldfish == ordinary:
             # args were changed after the trainer was made
@@ -257,9 +258,14 @@ class GoldfishMixin(RecordingMixin):
 
         Every rank calls this for the losses of training (with a start_time) and at its end; a call of a user's own on
         one rank alone issues no collective.
+
+        Raises:
+            ValueError: on every rank, a kept label had a weight that is not finite, or below 0 where weights are the
+                denominator. It is raised here, as a step does not wait for the device.
         """
         if is_training_log(self, logs, start_time):
             sums = self._world_sums()
+            self._refuse_unfit(sums["unfit"])
             if "train_loss" not in logs:
                 logs.update(mean_losses(sums))
             self._warn_unprotected(sums["unprotected"], sums["documents"])
@@ -291,6 +297,11 @@ class GoldfishMixin(RecordingMixin):
             self._check_weights()
             # Alike on every grid, they would not be if they were rounded.
             weights = weights.detach().to(labels.device, widest_float(labels.device))
+            fit = weights.isfinite()
+            if self.loss_strategy.denominator == "weights":
+                fit &= weights >= 0
+            unfit = (seen.targets & ~dropped & ~fit).sum()
+            self._unfit = unfit if self._unfit is None else self._unfit + unfit
             masked[LOSS_WEIGHTS] = weights if shifted is None else F.pad(weights[:, 1:], (0, 1))
         return masked
 
@@ -362,8 +373,19 @@ class GoldfishMixin(RecordingMixin):
         """Sum the record and the counts of documents over ranks with different samples, and reset the record."""
         sums = self._token_loss().record.pop()
         unprotected, documents = (0, 0) if self._documents is None else self._documents.tolist()
-        sums |= {"unprotected": unprotected, "documents": documents}
+        unfit = 0 if self._unfit is None else self._unfit.item()
+        sums |= {"unprotected": unprotected, "documents": documents, "unfit": unfit}
         return dict(zip(sums, self.over_ranks(list(sums.values())), strict=True))
+
+    def _refuse_unfit(self, unfit: float) -> None:
+        if unfit:
+            divides = self.loss_strategy.denominator == "weights"
+            raise ValueError(
+                f"{type(self.loss_strategy).__name__} has given {unfit:.0f} kept labels weights that are not finite"
+                f"{' or below 0' if divides else ''}, up to step {self.state.global_step}: these steps are wrong. "
+                f"Return finite numbers{' of at least 0, as it divides by their sum' if divides else ''}, or False "
+                "for a label that is to be left out."
+            )
 
     def _warn_unprotected(self, unprotected: float, documents: float) -> None:
         if unprotected and not self._warned_unprotected:

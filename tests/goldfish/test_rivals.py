@@ -254,6 +254,41 @@ def test_weights_have_the_shape_of_labels(tmp_path):
         trainer._mask_batch(0, collate(list(token_data(2, seed=0))))
 
 
+class Odd(LossStrategy):
+    """Gives a label of each batch of the second step a weight, and NaN to those that nothing predicts."""
+
+    def __init__(self, weight: float, denominator: str) -> None:
+        self.weight, self.denominator = weight, denominator
+
+    def weigh_ids(self, batch):
+        weights = torch.ones_like(batch.labels, dtype=torch.float64)
+        weights[:, 0] = math.nan
+        if batch.step == 1:
+            weights[0, 3] = self.weight
+        return weights
+
+
+@pytest.mark.parametrize(
+    ("weight", "denominator", "said"),
+    [
+        (-0.5, "weights", "not finite or below 0, up to step 2: .* of at least 0, as it divides by their sum"),
+        (math.inf, "kept", "not finite, up to step 2: these steps are wrong. Return finite numbers, or False"),
+        (-0.5, "kept", ""),
+        (0.0, "weights", ""),
+    ],
+)
+def test_weights_that_make_a_step_wrong_end_training_with_a_log(tmp_path, weight, denominator, said):
+    """Steps before it are logged; a penalty below 0 is for a strategy to choose where it is in no denominator."""
+    trainer = make_trainer(tmp_path, None, given={"loss_strategy": Odd(weight, denominator)}, **BRIEF)
+    if not said:
+        trainer.train()
+        assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history[:-1])
+        return
+    with pytest.raises(ValueError, match=f"Odd has given 2 kept labels weights that are {said}"):
+        trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history] == [1]
+
+
 class Forgotten(LossStrategy):
     """Has weigh_outputs, which nothing calls."""
 
