@@ -1,30 +1,22 @@
-"""Counts words that make code hard to read, and fails where a package has more of them than words.json says.
+"""Finds words that make code hard to read, and fails where there are some: `make lint` calls this.
 
 A word that stands twice in a row is looked for in the documents, too.
 
-    python -m tests.tools.words                    compare: `make lint` calls this
-    python -m tests.tools.words hf_axonn/engine    list each place in these packages, file:line
-    python -m tests.tools.words --write            write the numbers down, after they fell
-
-A package that the file does not name has none.
+    python -m tests.tools.words                    each place, file:line
+    python -m tests.tools.words hf_axonn/engine    those in some packages
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 from tests.helpers import ROOT
 from tests.tools.documents import DOCUMENTS, FENCE
-from tests.tools.type_errors import package_of
 
 
-ALLOWED = Path(__file__).with_name("words.json")
 FOLDERS = ("hf_axonn", "eval", "training_scripts")
 # A docstring that begins with one of these is a part of a sentence ("What a rank has"), and says no verb.
 OPENERS = frozenset(
@@ -85,60 +77,27 @@ def _judge_function(node: FUNCTIONS) -> Iterator[tuple[int, str, str]]:
             yield node.lineno, "functions", node.name
 
 
-def list_places(packages: list[str]) -> Iterator[tuple[str, str, int, str, str]]:
-    """Yield package, file, line, kind and text of each place in these packages, in all and in documents by default."""
+def list_places(packages: list[str]) -> Iterator[tuple[str, int, str, str]]:
+    """Yield file, line, kind and text of each place in these packages, in all and in documents by default."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             file = path.relative_to(ROOT).as_posix()
             if not packages or any(file.startswith(name.rstrip("/") + "/") or file == name for name in packages):
                 for line, kind, text in find_words(path.read_text(encoding="utf-8")):
-                    yield package_of(file), file, line, kind, text
+                    yield file, line, kind, text
     for path in () if packages else DOCUMENTS:
         text = FENCE.sub(lambda block: "\n" * block[0].count("\n"), path.read_text(encoding="utf-8"))
         for line, kind, words in find_doubled_words(text):
-            yield "docs", path.relative_to(ROOT).as_posix(), line, kind, words
+            yield path.relative_to(ROOT).as_posix(), line, kind, words
 
 
-def count_places() -> dict[str, dict[str, int]]:
-    """Return how many places of each kind a package has, packages without any left out."""
-    counts = Counter((package, kind) for package, _, _, kind, _ in list_places([]))
-    packages = sorted({package for package, _ in counts})
-    return {
-        package: {kind: number for (own, kind), number in sorted(counts.items()) if own == package}
-        for package in packages
-    }
-
-
-def compare_counts(allowed: dict[str, dict[str, int]], counts: dict[str, dict[str, int]]) -> tuple[list[str], bool]:
-    """Return a line for each number that rose, and whether one fell."""
-    lines, fell = [], False
-    for package in sorted({*allowed, *counts}):
-        most, now = allowed.get(package, {}), counts.get(package, {})
-        for kind in sorted({*most, *now}):
-            if now.get(kind, 0) > most.get(kind, 0):
-                lines.append(f"{package}: {now[kind]} {kind}, {most.get(kind, 0)} allowed")
-            fell = fell or now.get(kind, 0) < most.get(kind, 0)
-    return lines, fell
-
-
-def main(arguments: list[str]) -> int:
-    """List, write or compare; returns the exit code, 1 where a number rose."""
-    if arguments and arguments != ["--write"]:
-        for _, file, line, kind, text in list_places(arguments):
-            print(f"{file}:{line}: {kind}: {text}")
-        return 0
-    counts = count_places()
-    if arguments:
-        ALLOWED.write_text(json.dumps(counts, indent=4) + "\n", encoding="utf-8")
-        return 0
-    lines, fell = compare_counts(json.loads(ALLOWED.read_text(encoding="utf-8")), counts)
-    for line in lines:
-        print(f"{line}; python -m tests.tools.words {line.partition(':')[0]} lists them")
-    if fell:
-        print(f"Lower the numbers in {ALLOWED.relative_to(ROOT)}: python -m tests.tools.words --write")
-    total = sum(number for kinds in counts.values() for number in kinds.values())
-    print(f"words: {total} places, {'too many' if lines else 'no more than allowed'}")
-    return 1 if lines else 0
+def main(packages: list[str]) -> int:
+    """Print each place; returns the exit code, 1 where there is one."""
+    places = list(list_places(packages))
+    for file, line, kind, text in places:
+        print(f"{file}:{line}: {kind}: {text}")
+    print(f"words: {len(places)} places")
+    return int(bool(places))
 
 
 if __name__ == "__main__":
