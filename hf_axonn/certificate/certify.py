@@ -8,11 +8,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ from hf_axonn.compat.own_code import register_code
 WORKER = "hf_axonn.certificate.worker"
 LIMIT = 1800  # seconds of one run
 LINES = 12  # of a log in an error
+OF_LAUNCH = ("folder", "ranks", "notes")  # fields of a job that do not reach the run on one process
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -78,9 +82,11 @@ def prepare(
     return job
 
 
-def run_both(job: Job, progress: Progress) -> None:
+def run_both(job: Job, progress: Progress, truths: Path | None = None) -> None:
     """Train on one process, then under the launch file. What fails there is noted in `job.failed`, and others go on.
 
+    Args:
+        truths: see `certify`.
     Raises:
         RuntimeError: the run on one process failed, or its time is up; the message has its last lines.
     """
@@ -88,7 +94,7 @@ def run_both(job: Job, progress: Progress) -> None:
     for path, optimizer in job.cases:
         waiting.setdefault(path, []).append(f"{path}-{optimizer}")
     resumed = waiting.pop("resumed", [])
-    _run(job, ALONE, [name for names in waiting.values() for name in names], progress)
+    _run_alone(job, [name for names in waiting.values() for name in names], progress, truths)
     while waiting:
         failed = _failure(job, [name for names in waiting.values() for name in names], progress)
         if not failed:
@@ -104,6 +110,27 @@ def run_both(job: Job, progress: Progress) -> None:
         else:
             _failure(job, [name], progress)
     job.save()
+
+
+def _run_alone(job: Job, cases: list[str], progress: Progress, truths: Path | None) -> None:
+    """Train on one process, or copy what an earlier certificate of the same model, rows and cases has kept."""
+    folder = Path(job.folder, ALONE)
+    kept = truths / _find_key(job) if truths is not None else None
+    if kept is not None and kept.is_dir():
+        shutil.copytree(kept, folder, dirs_exist_ok=True)
+        return
+    _run(job, ALONE, cases, progress)
+    if kept is not None:
+        shutil.copytree(folder, kept)
+
+
+def _find_key(job: Job) -> str:
+    """Return a digest of what decides the run on one process: the files of the model, and the job."""
+    decides = {name: value for name, value in asdict(job).items() if name not in OF_LAUNCH}
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode())
+    for file in sorted(job.model.iterdir()):
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _failure(job: Job, names: list[str], progress: Progress) -> str:
@@ -205,6 +232,7 @@ def certify(
     command_line: list[str],
     dtype: str = FLOAT64,
     own_code: bool = False,
+    truths: Path | None = None,
 ) -> tuple[int, list[str]]:
     """Certify a launch file; the plan and a line for each run are printed while it goes on.
 
@@ -218,6 +246,8 @@ def certify(
         command_line: what the certificate says that it was made by.
         dtype: in which the ranks compute and are compared: float64, bf16 or fp32.
         own_code: whether the code that comes with the model is run.
+        truths: a folder that certificates of one model share, in which the runs of one process are kept and found;
+            None: it is run here.
     Returns:
         The exit code, and the lines of the verdict.
     Raises:
@@ -237,7 +267,7 @@ def certify(
     progress = Progress(job)
     try:
         progress.begin(plan_lines(job, plan.title, model, estimated_seconds(job)))
-        run_both(job, progress)
+        run_both(job, progress, truths)
     finally:
         progress.close()
     results = conclude(job, plan)

@@ -84,7 +84,11 @@ def run_survey(options: argparse.Namespace) -> int:
     print("\n".join([f"{config.model_type}: {plan.summary()}", *_describe(plan)]))
     if plan.reason:
         return DIFFERENT
-    codes = [_certify(options.model, name, output / name, own_code=options.trust_remote_code) for name in names]
+    with tempfile.TemporaryDirectory(dir=output, prefix=".truths-") as truths:
+        codes = [
+            _certify(options.model, name, output / name, Path(truths), own_code=options.trust_remote_code)
+            for name in names
+        ]
     print(f"equal to one process on {codes.count(EQUAL)} of {len(names)} grids")
     if not any(codes) and plan.untested:
         print("To train it so, write allow_untested: true into axonn_config of the launch file.")
@@ -110,8 +114,9 @@ def _within(name: str, layers: Sequence[str]) -> str:
     return name.removeprefix(f"{layer}.")
 
 
-def _certify(model: str, name: str, folder: Path, *, own_code: bool) -> int:
-    """Certify a small model on one grid, print a line, and return the exit code."""
+def _certify(model: str, name: str, folder: Path, truths: Path, *, own_code: bool) -> int:
+    """Certify a small model on one grid, print a line, and return the exit code. The run on one process is that of the
+    first grid with as many positions, if the model is as small."""
     from hf_axonn.certificate.certify import certify
 
     grid = GRIDS[name]
@@ -134,6 +139,7 @@ def _certify(model: str, name: str, folder: Path, *, own_code: bool) -> int:
                 output=report,
                 command_line=words,
                 own_code=own_code,
+                truths=truths,
             )
             log.write("\n".join(screen))
         label = "does not run" if "DOES NOT RUN" in screen[0] else VERDICTS[code]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
+from pathlib import Path
 
 import pytest
 
+from hf_axonn.certificate import certify as certificates
 from hf_axonn.certificate import deepspeed, launch_plan
-from hf_axonn.certificate.job import make_job, read_arguments
+from hf_axonn.certificate.job import Job, make_job, read_arguments
 from hf_axonn.certificate.launch_plan import divide_plan, read_launch_plan, smaller_grid
+from hf_axonn.certificate.progress import Progress
+from hf_axonn.certificate.worker import ALONE
 from hf_axonn.cli.main import main
 from hf_axonn.topology.grid import Grid
 from tests.certificate.runs import launch_file, plan_of
@@ -172,6 +176,34 @@ def test_arguments_of_the_user_are_kept_or_refused(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1")
     with pytest.raises(ValueError, match="holds no arguments"):
         read_arguments(tmp_path / "list.yaml")
+
+
+def test_certificates_of_one_model_rows_and_cases_share_the_run_on_one_process(tmp_path, monkeypatch):
+    ran = []
+
+    def run(job, name, cases, progress):
+        ran.append(Path(job.folder).name)
+        Path(job.folder, ALONE, "trained").write_text(ran[-1])
+
+    monkeypatch.setattr(certificates, "_run", run)
+    jobs = {
+        "first": {"ranks": 2, "positions": 1, "seed": 0},
+        "more ranks": {"ranks": 4, "positions": 1, "seed": 0},
+        "other rows": {"ranks": 2, "positions": 2, "seed": 0},
+        "other seed": {"ranks": 2, "positions": 1, "seed": 1},
+        "other weights": {"ranks": 2, "positions": 1, "seed": 0},
+        "again": {"ranks": 8, "positions": 2, "seed": 0},
+    }
+    found = {}
+    for name, about in jobs.items():
+        for folder in (ALONE, "model"):
+            Path(tmp_path, name, folder).mkdir(parents=True)
+        Path(tmp_path, name, "model", "weights").write_text("others" if name == "other weights" else "some")
+        job = Job(str(tmp_path / name), steps=2, vocabulary=9, cases=[("loop", "sgd")], notes=[name], **about)
+        certificates._run_alone(job, ["loop-sgd"], Progress(job), tmp_path / "truths")
+        found[name] = Path(tmp_path, name, ALONE, "trained").read_text()
+    assert ran == ["first", "other rows", "other seed", "other weights"]
+    assert found == {name: name for name in ran} | {"more ranks": "first", "again": "other rows"}
 
 
 def test_the_command_says_why_nothing_was_started(tmp_path, capsys):
