@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ KINDS = ("equal", "unequal")  # of numbers of samples a document, where it has s
 
 
 class Case(NamedTuple):
-    """What is drawn: documents, how many samples they have, and of which truth."""
+    """What is drawn: documents, how many samples they have (empty: it does not matter), and of which truth."""
 
     kind: str
     documents: int
@@ -50,8 +50,8 @@ class Coverage(NamedTuple):
 
     @property
     def low(self) -> bool:
-        """Whether it is below LEAST by more than three standard errors of the draws."""
-        return self.share < LEAST - 3 * (LEAST * (1 - LEAST) / self.draws) ** 0.5
+        """Whether it is in range, and below LEAST by more than three standard errors of the draws."""
+        return self.case.in_range and self.share < LEAST - 3 * (LEAST * (1 - LEAST) / self.draws) ** 0.5
 
 
 def sizes_of(kind: str, documents: int, generator: np.random.Generator) -> np.ndarray:
@@ -174,13 +174,13 @@ def study(draws: int = DRAWS) -> list[Coverage]:
     return [*shares(draws), *differences(draws), *means(draws)]
 
 
-def summary(found: list[Coverage]) -> list[str]:
-    """Lines of the table of kinds."""
-    lines = ["| interval | cases | lowest coverage | of | mean coverage |", "| --- | --: | --: | --- | --: |"]
+def summary(found: list[Coverage], what: str = "interval") -> list[str]:
+    """Lines of the table of kinds of `what`."""
+    lines = [f"| {what} | cases | lowest coverage | of | mean coverage |", "| --- | --: | --: | --- | --: |"]
     for kind in dict.fromkeys(each.case.kind for each in found):
         mine = [each for each in found if each.case.kind == kind and each.case.in_range]
         worst = min(mine, key=lambda each: each.share)
-        where = f"{worst.case.documents} documents, {worst.case.sizes}, {worst.case.truth}"
+        where = ", ".join(filter(None, (f"{worst.case.documents} documents", worst.case.sizes, worst.case.truth)))
         mean = np.mean([each.share for each in mine])
         lines.append(f"| {kind} | {len(mine)} | {worst.share:.3f} | {where} | {mean:.3f} |")
     return lines
@@ -220,20 +220,27 @@ def page(found: list[Coverage]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="How often the intervals of hf_axonn_eval hold the truth.")
+def run(
+    about: str,
+    study: Callable[[int], list[Coverage]],
+    page: Callable[[list[Coverage]], str],
+    arguments: list[str] | None = None,
+    what: str = "interval",
+) -> int:
+    """Draw every case, print the table of kinds, and write the page; returns 1 if a coverage is too low."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--draws", type=int, default=DRAWS, help=f"of each case (default {DRAWS})")
     parser.add_argument("--output", type=Path, help="write every case to this file, too")
     options = parser.parse_args(arguments)
     found = study(options.draws)
-    print("\n".join(summary(found)))
+    print("\n".join(summary(found, what)))
     if options.output:
         options.output.write_text(page(found))
-    low = [each for each in found if each.low and each.case.in_range]
+    low = [each for each in found if each.low]
     for each in low:
         print(f"too low: {each}")
     return int(bool(low))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("How often the intervals of hf_axonn_eval hold the truth.", study, page))

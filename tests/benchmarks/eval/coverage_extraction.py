@@ -11,22 +11,18 @@ those of seven numbers of queries, and count as right if all seven are.
 
 from __future__ import annotations
 
-import argparse
+import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from hf_axonn_eval.analysis.attack_cost import expected_share, lower_bound
 from hf_axonn_eval.analysis.goldfish_tokens import by_document_numbers
 from hf_axonn_eval.metrics.discoverability import TRIES
+from tests.benchmarks.eval.coverage import AT_ONCE, DRAWS, Case, Coverage, covered, run, summary
 
 
-DRAWS = 10_000
-LEAST = 0.93
-AT_ONCE = 500
 TOKENS = 32  # of a document, in the mean
 DROPPED = 0.25
 
@@ -41,23 +37,7 @@ ACCURACIES = (
 )
 
 
-class Case(NamedTuple):
-    """What was drawn, in which share of the draws the statement was true, and of how many."""
-
-    kind: str
-    documents: int
-    truth: str
-    share: float
-    draws: int
-    in_range: bool = True
-
-    @property
-    def low(self) -> bool:
-        """Whether it is below LEAST by more than three standard errors of the draws."""
-        return self.in_range and self.share < LEAST - 3 * (LEAST * (1 - LEAST) / self.draws) ** 0.5
-
-
-def tokens(draws: int) -> Iterator[Case]:
+def tokens(draws: int) -> Iterator[Coverage]:
     """Accuracies of dropped and supervised tokens and their difference; documents have 16 to 48 tokens."""
     generator = np.random.default_rng(1)
     for documents in (12, 20, 50):
@@ -82,7 +62,8 @@ def tokens(draws: int) -> Iterator[Case]:
                 kind = "difference of tokens" if name == "difference" else "accuracy of tokens"
                 sides = (dropped, supervised) if name == "difference" else (truths[name],)
                 in_range = all(documents >= 4 * (1 - 2 * p) ** 2 / (p * (1 - p)) for p in sides)
-                yield Case(kind, documents, f"{name}, {about}", float(np.mean(holds)), len(holds), in_range)
+                case = Case(kind, documents, "", f"{name}, {about}", in_range)
+                yield covered(case, [(hold, math.nan) for hold in holds], draws)
 
 
 # By name: the chance q of a document by its rank, from 0 to 1.
@@ -96,7 +77,7 @@ CHANCES = {
 RANKS = (np.arange(1_000_000) + 0.5) / 1_000_000
 
 
-def queries(draws: int) -> Iterator[Case]:
+def queries(draws: int) -> Iterator[Coverage]:
     """Lower bounds of the share that n queries give, all n at once."""
     generator = np.random.default_rng(2)
     for documents in (2, 12, 50, 200):
@@ -108,27 +89,16 @@ def queries(draws: int) -> Iterator[Case]:
                 sums = np.stack([expected_share(drawn, tries).sum(axis=1) for tries in TRIES], axis=1)
                 bounds = lower_bound(sums.ravel(), documents, level=0.05 / len(TRIES)).reshape(sums.shape)
                 held += (bounds <= truth + 1e-9).all(axis=1).tolist()
-            yield Case("share that queries give, at least", documents, name, float(np.mean(held)), len(held))
+            case = Case("share that queries give, at least", documents, "", name)
+            yield covered(case, [(hold, math.nan) for hold in held], draws)
 
 
-def study(draws: int = DRAWS) -> list[Case]:
+def study(draws: int = DRAWS) -> list[Coverage]:
     """Every case."""
     return [*tokens(draws), *queries(draws)]
 
 
-def summary(found: list[Case]) -> list[str]:
-    """Lines of the table of kinds."""
-    lines = ["| statement | cases | lowest coverage | of | mean coverage |", "| --- | --: | --: | --- | --: |"]
-    for kind in dict.fromkeys(each.kind for each in found):
-        mine = [each for each in found if each.kind == kind and each.in_range]
-        worst = min(mine, key=lambda each: each.share)
-        mean = np.mean([each.share for each in mine])
-        where = f"{worst.documents} documents, {worst.truth}"
-        lines.append(f"| {kind} | {len(mine)} | {worst.share:.3f} | {where} | {mean:.3f} |")
-    return lines
-
-
-def page(found: list[Case]) -> str:
+def page(found: list[Coverage]) -> str:
     """docs/results/coverage_extraction.md."""
     lines = ["# How often statements about tokens and queries hold the truth", ""]
     lines += ["`python -m tests.benchmarks.eval.coverage_extraction --output docs/results/coverage_extraction.md`", ""]
@@ -139,31 +109,16 @@ def page(found: list[Case]) -> str:
         "there are 4 (1 - 2p)^2 / (p (1 - p)) documents or more: four times the square of the skewness of documents "
         "that are all or nothing. A difference is in range if both accuracies are.",
         "",
-        *summary(found),
+        *summary(found, "statement"),
         "",
         "| statement | documents | truth | coverage | in range |",
         "| --- | --: | --- | --: | --- |",
     ]
-    for each in found:
-        in_range = "yes" if each.in_range else "no"
-        lines.append(f"| {each.kind} | {each.documents} | {each.truth} | {each.share:.3f} | {in_range} |")
+    for case, share, *_ in found:
+        in_range = "yes" if case.in_range else "no"
+        lines.append(f"| {case.kind} | {case.documents} | {case.truth} | {share:.3f} | {in_range} |")
     return "\n".join([*lines, ""])
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="How often statements about tokens and queries hold the truth.")
-    parser.add_argument("--draws", type=int, default=DRAWS, help=f"of each case (default {DRAWS})")
-    parser.add_argument("--output", type=Path, help="write every case to this file, too")
-    options = parser.parse_args(arguments)
-    found = study(options.draws)
-    print("\n".join(summary(found)))
-    if options.output:
-        options.output.write_text(page(found))
-    low = [each for each in found if each.low]
-    for each in low:
-        print(f"too low: {each}")
-    return int(bool(low))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("How often statements about tokens and queries hold the truth.", study, page, what="statement"))
