@@ -25,7 +25,15 @@ from hf_axonn_scripts.data import largest_id, longest_row
 
 
 class Parser(HfArgumentParser):
-    """A parser that ends a mistake with code 2 and a message. Of several processes only the first one talks."""
+    """A parser that ends a mistake with code 2 and a message. Of several processes only the first one talks.
+
+    Args:
+        kinds: the dataclasses whose fields are the options.
+        options: of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, kinds: Sequence[Any], **options: Any) -> None:
+        super().__init__(kinds, **options)
 
     def print_help(self, file: Any = None) -> None:
         if is_first():

@@ -103,8 +103,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
 
 def read_tokenizer(args: ModelArguments, auto_class: Any = AutoTokenizer):
     """Load the tokenizer, or the processor with its own (`load_tokenizer`)."""
-    gguf = {"gguf_file": args.gguf_file} if args.gguf_file and not args.tokenizer else {}
-    options = {"option": "--tokenizer", "trust_remote_code": args.trust_remote_code, **gguf}
+    gguf: dict[str, Any] = {"gguf_file": args.gguf_file} if args.gguf_file and not args.tokenizer else {}
+    options: dict[str, Any] = {"option": "--tokenizer", "trust_remote_code": args.trust_remote_code, **gguf}
     return load_tokenizer(args.tokenizer or args.model, auto_class, **options)
 
 
@@ -113,7 +113,7 @@ def load_model(args: ModelArguments, grid: hf_axonn.Grid | None, auto_class: Any
 
     On a grid each rank reads only its own slices; a GGUF file is first dequantized, once.
     """
-    options = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     if args.attn_implementation:
         options["attn_implementation"] = args.attn_implementation
     if args.gguf_file:
@@ -151,7 +151,7 @@ def add_lora(model, args: ModelArguments):
 
 def check_data(args: ModelArguments, rows: Rows) -> None:
     """Compare the rows with the model's configuration, before any weight is read (`check_rows`)."""
-    gguf = {"gguf_file": args.gguf_file} if args.gguf_file else {}
+    gguf: dict[str, Any] = {"gguf_file": args.gguf_file} if args.gguf_file else {}
     config = load_config(args.model, trust_remote_code=args.trust_remote_code, **gguf)
     parts = [part for part in (rows.train, rows.held_out) if part is not None]
     check_rows(config, parts, tokenizer=args.tokenizer or args.model, option="--sequence_length")

@@ -124,16 +124,17 @@ def model_options(args: ModelArguments, training: GoldfishSFTConfig) -> dict[str
     return {"revision": args.model_revision, "trust_remote_code": training.trust_remote_code}
 
 
-def load_model(args: ModelArguments, training: GoldfishSFTConfig, auto_class: type = AutoModelForCausalLM):
+def load_model(args: ModelArguments, training: GoldfishSFTConfig, auto_class: Any = AutoModelForCausalLM):
     """Load the model; ranks of a grid read only their own slices."""
-    kwargs = {"dtype": args.dtype or "float32", "attn_implementation": args.attn_implementation}
-    kwargs |= model_options(args, training) | (training.model_init_kwargs or {})
+    kwargs: dict[str, Any] = {"dtype": args.dtype or "float32", "attn_implementation": args.attn_implementation}
+    given: Any = training.model_init_kwargs or {}  # a dict, once the command line is read
+    kwargs |= model_options(args, training) | given
     if quantization := get_quantization_config(args):
         kwargs["quantization_config"] = quantization
-    launched = AxonnConfig.from_env()
+    launched, name = AxonnConfig.from_env(), str(args.model_name_or_path)
     if launched is None:
-        return auto_class.from_pretrained(args.model_name_or_path, **kwargs)
-    return hf_axonn.from_pretrained(args.model_name_or_path, grid=launched.grid, auto_class=auto_class, **kwargs)
+        return auto_class.from_pretrained(name, **kwargs)
+    return hf_axonn.from_pretrained(name, grid=launched.grid, auto_class=auto_class, **kwargs)
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[DataArguments, ModelArguments, GoldfishSFTConfig]:
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishSFTTrainer:
     """Train, evaluate what was held out, and save the model with its tokenizer."""
     data_args, model_args, args = parse(argv)
     args.disable_tqdm = args.disable_tqdm or not use_terminal()
-    output, name = Path(str(args.output_dir)), model_args.model_name_or_path
+    output, name = Path(str(args.output_dir)), str(model_args.model_name_or_path)
     if not args.resume_from_checkpoint:
         say_used(output)
     with end_with_sentence(name):

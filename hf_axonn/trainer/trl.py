@@ -68,8 +68,8 @@ def install() -> None:
             for path, module in list(sys.modules.items()):
                 if path.partition(".")[0] == "trl" and vars(module).get(name) is original:
                     setattr(module, name, wrapped)
-    for module, name in PRECOMPUTING.items():
-        after_import(module, functools.partial(_install_precomputing, module, name))
+    for place, trainer in PRECOMPUTING.items():
+        after_import(place, functools.partial(_install_precomputing, place, trainer))
 
 
 def check_trainer(trainer: object, grid: Grid) -> None:
