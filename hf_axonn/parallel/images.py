@@ -7,7 +7,8 @@
     context        ranks that share rows have the same images, and encode all of them (context_parallel.py)
 
 All ranks of z gather the weights of a tower, so one whose rows have no image encodes a blank one, whose features take
-no place: its gradients are zeros.
+no place: its gradients are zeros. So does a rank of data where nothing beside encoder and projector is trained: the
+loss of its text would have no gradient.
 """
 
 from __future__ import annotations
@@ -82,25 +83,27 @@ class Images:
         self.blank = False
 
     def forward(self, original: Callable, *args, **kwargs):
-        """Run the model, with a blank image where other ranks of z have some.
+        """Run the model, with a blank image where other ranks of z have some, or there would be nothing to train.
 
         Raises:
-            ValueError: something is given that cannot be divided; ranks of z have other kinds of images, and no blank
-                ones are known for the type of the model.
+            ValueError: something is given that cannot be divided; ranks of z have other kinds of images, or ranks of
+                data none and train nothing else, and no blank ones are known for the type of the model.
         Collectives: over z one all-gather of two numbers, for which the host waits; none inside of `generate`.
         """
         given = self.signature.bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         self._refuse(given)
         every = [] if self.state.context.gather_cache.everything else self._exchange(given)
-        if any(every) and not all(every):
+        idle = not any(every) and self._has_nothing_to_train(given)
+        if idle or (any(every) and not all(every)):
             if self.config.model_type not in BLANKS:
+                axis = "data" if idle else "z"
                 raise ValueError(
-                    f"some ranks of z of the grid {self.state.grid} were given images and some were given none, and "
-                    f"it is not known what a blank image is to {self.config.model_type} models: give each of "
-                    "them a row with an image, or set z to 1."
+                    f"some ranks of {axis} of the grid {self.state.grid} were given images and some were given none, "
+                    f"and it is not known what a blank image is to {self.config.model_type} models: give each of "
+                    f"them a row with an image, or set {axis} to 1."
                 )
-            self.blank = not every[self.state.grid_mesh.index("z")]
+            self.blank = idle or not every[self.state.grid_mesh.index("z")]
         try:
             return original(*args, **(kwargs | self._blank_image(given) if self.blank else kwargs))
         finally:
@@ -133,6 +136,18 @@ class Images:
         if self.blank:
             return inputs_embeds.masked_scatter(torch.zeros_like(inputs_embeds, dtype=torch.bool), image_hidden_states)
         return original(input_ids, inputs_embeds, image_hidden_states)
+
+    def _has_nothing_to_train(self, given: dict[str, Any]) -> bool:
+        """Return whether this rank of data has neither images nor a trained parameter of text. No communication."""
+        if (
+            self.state.grid.data == 1
+            or not torch.is_grad_enabled()
+            or any(given.get(name) is not None for name in PIXELS)
+        ):
+            return False
+        text = (self.model.get_decoder(), self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        trained = (parameter.requires_grad for part in text if part is not None for parameter in part.parameters())
+        return any(parameter.requires_grad for parameter in self.model.parameters()) and not any(trained)
 
     def _refuse(self, given: dict[str, Any]) -> None:
         grid = self.state.grid

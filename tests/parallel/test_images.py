@@ -167,6 +167,23 @@ def freeze(model: nn.Module) -> nn.Module:
     return model
 
 
+def freeze_text(model: nn.Module) -> nn.Module:
+    """Train the encoder of images and its projector alone."""
+    for part in (model.get_decoder(), model.get_output_embeddings()):
+        part.requires_grad_(False)
+    return model
+
+
+def test_a_rank_of_data_without_images_where_text_is_frozen():
+    assert run([case("smolvlm", "on first half", freeze_text)], [GRIDS["data2"]]) == []
+
+
+@pytest.mark.slow
+def test_every_type_without_images_on_a_rank_of_data_where_text_is_frozen():
+    compared = [case(model_type, "on first half", freeze_text, steps=3) for model_type in images.TYPES]
+    assert run(compared, [GRIDS["data2"], GRIDS["z2"]]) == []
+
+
 ON_TEXT = r".*(language_model|text_model).*\.(q_proj|v_proj|o_proj|down_proj)"
 WAYS: dict[str, dict] = {
     "frozen encoder": dict(change=freeze),
