@@ -11,8 +11,8 @@ the first steps of a turn do not count. Ratios are taken within a round.
     grid of one rank             stock, under AxonnPlugin(grid=Grid()): must cost under 1%
     GoldfishTrainer, compiled    hash-table, k = 4
 
-Utilization is model FLOPs (6 a parameter and token, embedding rows not counted, and causal attention) over the dense
-bfloat16 peak of the GPU. Memory is what torch has allocated at most beyond what it held before the model was made.
+Utilization is model FLOPs over the dense bfloat16 peak of the GPU, both as gpu/figures.py has them. Memory is what
+torch has allocated at most beyond what it held before the model was made.
 """
 
 from __future__ import annotations
@@ -30,20 +30,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
 from hf_axonn import AxonnPlugin, GoldfishConfig, GoldfishTrainer, Grid
+from tests.benchmarks.gpu.figures import advertised_peak, flops_per_token
+from tests.benchmarks.gpu.settings import MODELS
 from tests.benchmarks.kernels.gpu_loss import loss_table, peak_bytes
 from tests.benchmarks.peers.peers import text_batches
 
 
-SHAPES = {
-    "SmolLM2-135M": dict(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-                         intermediate_size=1536, vocab_size=49152),
-    "Llama-3.2-1B": dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-                         intermediate_size=8192, vocab_size=128256),
-    "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                 intermediate_size=96, vocab_size=512),
-}  # fmt: skip
-# Dense bfloat16 TFLOP/s, without sparsity, from the data sheets.
-PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "GH200": 989.4, "A100": 312.0, "L40S": 362.0, "MI300X": 1307.4}
 WARMUP = 3
 WRAPPER_COST = 0.01
 
@@ -122,17 +114,9 @@ CONTENDERS: dict[str, dict] = {
 }
 
 
-def flops_per_token(config: LlamaConfig, sequence: int) -> float:
-    """Forward and backward, of the matmuls and of causal attention (half of all pairs)."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())  # a tied embedding counts once, as head
-    return 6 * parameters + 6 * config.num_hidden_layers * config.hidden_size * sequence
-
-
 def compare(name: str, args: argparse.Namespace) -> tuple[str, float]:
     """The table of one model, and what the wrapper costs as a part of a step."""
-    config = LlamaConfig(**SHAPES[name], max_position_embeddings=args.sequence, tie_word_embeddings=True)
+    config = LlamaConfig(**MODELS[name][0], max_position_embeddings=args.sequence, tie_word_embeddings=True)
     ids = text_batches(min(8192, config.vocab_size), 1, args.sequence).squeeze(1)
     rows = [{"input_ids": row, "labels": row} for row in ids]
     contenders: dict[str, Contender] = {}
@@ -152,7 +136,7 @@ def compare(name: str, args: argparse.Namespace) -> tuple[str, float]:
                 seconds[label].append(contender.turn())
             last = ", ".join(f"{label} {of_label[-1]:.3f}" for label, of_label in seconds.items())
             print(f"{name}, round {number + 1} of {args.rounds}: {last}", file=sys.stderr, flush=True)
-    tokens, flops = args.rows * args.sequence, flops_per_token(config, args.sequence)
+    tokens, flops = args.rows * args.sequence, flops_per_token(MODELS[name][0], args.sequence)
     lines = [
         f"## {name}: {args.rows} rows of {args.sequence} tokens\n",
         "| contender | tokens/s | MFU | peak GiB | speed / Trainer | speed / Trainer, compiled |",
@@ -174,7 +158,7 @@ def _ratio(mine: list[float], others: list[float]) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["SmolLM2-135M", "Llama-3.2-1B"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["SmolLM2-135M", "Llama-3.2-1B"])
     parser.add_argument("--rows", type=int, default=4, help="rows of a batch (4)")
     parser.add_argument("--sequence", type=int, default=4096, help="tokens of a row (4096)")
     parser.add_argument("--steps", type=int, default=20, help="steps of a turn that count (20)")
@@ -197,10 +181,10 @@ def main(arguments: list[str] | None = None) -> int:
         args.device = torch.device("cuda", torch.cuda.current_device())
         machine = torch.cuda.get_device_name()
         if args.peak_tflops is None:
-            args.peak_tflops = next((peak for name, peak in PEAK_TFLOPS.items() if name in machine), None)
+            args.peak_tflops = (advertised_peak(machine) or 0) / 1e12
     begin = time.time()
     tables, costs = zip(*(compare(name, args) for name in args.models), strict=True)
-    saved, kept = loss_table({name: SHAPES[name] for name in args.models}, args)
+    saved, kept = loss_table({name: MODELS[name][0] for name in args.models}, args)
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "hf_axonn"))
     command = " ".join(["python -m tests.benchmarks.kernels.gpu", *(sys.argv[1:] if arguments is None else arguments)])
     report = f"    {command}\n\n{(time.time() - begin) / 60:.0f} minutes on {machine}; {packages}.\n\n"
