@@ -8,13 +8,13 @@ import accelerate
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-from hf_axonn import AxonnPlugin, Grid
+from hf_axonn import Grid
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.training import new_accelerator
 
 
 ROWS = 11
@@ -53,11 +53,8 @@ class Augmented(Dataset):
         return torch.tensor([row, torch.rand(())])
 
 
-def new_accelerator(grid: Grid | None, **options) -> Accelerator:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    config = DataLoaderConfiguration(**options)
-    return Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=grid) if grid else None, dataloader_config=config)
+def with_loaders(grid: Grid | None, **options) -> Accelerator:
+    return new_accelerator(grid, dataloader_config=DataLoaderConfiguration(**options))
 
 
 def loaders() -> dict[str, DataLoader]:
@@ -115,7 +112,7 @@ def all_batches(grid: Grid | None, every: bool) -> dict[str, object]:
                 continue  # a batch size that stock accelerate refuses, or a sampler that it cannot split
             if setting != "default" and (name == "workers" or not (every or name in OFTEN)):
                 continue
-            accelerator = new_accelerator(grid, **options)
+            accelerator = with_loaders(grid, **options)
             torch.manual_seed(11)
             loader = accelerator.prepare(loaders()[name])
             uneven = setting == "uneven"
@@ -144,7 +141,7 @@ def dispatches(setting: str, name: str) -> bool:
 
 def all_operations(grid: Grid | None) -> dict[str, object]:
     """gather, reduce and the like, of values that belong to the samples of this rank."""
-    accelerator = new_accelerator(grid)
+    accelerator = with_loaders(grid)
     dp_rank, dp_size = dp_rank_of(accelerator, grid)
     own = torch.arange(3.0) + 10 * dp_rank
     results = {
@@ -202,7 +199,7 @@ def _dispatching(grids: list[Grid]) -> None:
     """What stock accelerate cannot do: skip batches of such a loader, over x and y, and fail without a hang."""
     for grid in grids:
         for split in (False, True):
-            accelerator = new_accelerator(grid, dispatch_batches=True, split_batches=split)
+            accelerator = with_loaders(grid, dispatch_batches=True, split_batches=split)
             loader = accelerator.prepare(loaders()["map"])
             whole = plain(list(loader))
             for skip in (skip_first_batches, accelerator.skip_first_batches):
@@ -219,22 +216,22 @@ def _dispatching(grids: list[Grid]) -> None:
             )
             states = accelerator.gather(torch.get_rng_state()[None].long())
             assert all(torch.equal(state, torch.get_rng_state().long()) for state in states)
-    accelerator = new_accelerator(FOUR_RANKS[0], dispatch_batches=True)
+    accelerator = with_loaders(FOUR_RANKS[0], dispatch_batches=True)
     ragged = DataLoader([torch.arange(row + 1) for row in range(4)], batch_size=1)
     with pytest.raises(RuntimeError, match="rank 0, which reads for all, failed: .*dispatch_batches=False"):
         list(accelerator.prepare(ragged))
     with pytest.raises(RuntimeError, match="ZeroDivisionError: broken row"):
         list(accelerator.prepare(DataLoader(Broken(), batch_size=1)))
-    uneven = new_accelerator(FOUR_RANKS[0], dispatch_batches=True, split_batches=True)
+    uneven = with_loaders(FOUR_RANKS[0], dispatch_batches=True, split_batches=True)
     with pytest.raises(ValueError, match="batch size of 3: it must be divisible by data . z / context = 2"):
         uneven.prepare(DataLoader(list(range(6)), batch_size=3))
     sizes = DataLoader(list(range(7)), batch_sampler=[[0, 1], [2, 3, 4], [5, 6]])
     with pytest.raises(RuntimeError, match="a batch of 5 rows cannot be divided among data . z / context = 2"):
-        list(new_accelerator(FOUR_RANKS[0], dispatch_batches=True).prepare(sizes))
+        list(with_loaders(FOUR_RANKS[0], dispatch_batches=True).prepare(sizes))
     images = DataLoader([{"input_ids": torch.arange(3), "pixel_values": torch.ones(2)}] * 4, batch_size=2)
     with pytest.raises(RuntimeError, match="a batch with pixel_values beside input_ids cannot be divided"):
-        list(new_accelerator(FOUR_RANKS[0], dispatch_batches=True).prepare(images))
-    stateful = new_accelerator(FOUR_RANKS[0], dispatch_batches=True, use_stateful_dataloader=True)
+        list(with_loaders(FOUR_RANKS[0], dispatch_batches=True).prepare(images))
+    stateful = with_loaders(FOUR_RANKS[0], dispatch_batches=True, use_stateful_dataloader=True)
     with pytest.raises(ValueError, match="use_stateful_dataloader with dispatch_batches"):
         stateful.prepare(DataLoader(list(range(6)), batch_size=2))
 
@@ -264,11 +261,11 @@ def _uneven() -> None:
     for grid in TWO_RANKS:
         for rows, split, counts in ((3, False, "2 batches to some ranks and 1"), (5, True, "3 batches to some ranks")):
             loader = DataLoader(list(range(rows)), batch_size=2 if split else 1)
-            accelerator = new_accelerator(grid, even_batches=False, split_batches=split)
+            accelerator = with_loaders(grid, even_batches=False, split_batches=split)
             accelerator.prepare(loader)  # of use without a model
             with pytest.raises(ValueError, match=counts):
                 accelerator.prepare_model(tiny_model("llama"))
-            accelerator = new_accelerator(grid, even_batches=False, split_batches=split)
+            accelerator = with_loaders(grid, even_batches=False, split_batches=split)
             model = accelerator.prepare(tiny_model("llama"))
             with pytest.raises(ValueError, match=counts):
                 accelerator.prepare(loader)
@@ -284,7 +281,7 @@ def _seeds() -> None:
     """Ranks that share samples shuffle alike, whatever the state of their own generators."""
     for grid in (Grid(x=2), Grid(z=2)):
         for config in ({}, {"dispatch_batches": True}):
-            accelerator = new_accelerator(grid, **config)
+            accelerator = with_loaders(grid, **config)
             torch.manual_seed(torch.distributed.get_rank())
             batches = BatchSampler(RandomSampler(range(8)), 2, drop_last=False)
             for loader in (
@@ -306,7 +303,7 @@ def test_ranks_with_other_seeds_share_their_samples():
 
 def _triggers() -> None:
     for grid in FOUR_RANKS:
-        accelerator = new_accelerator(grid)
+        accelerator = with_loaders(grid)
         assert not accelerator.check_trigger()
         for rank in range(4):  # also one that shares its samples with a lower rank
             if torch.distributed.get_rank() == rank:

@@ -13,21 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, load_checkpoint_in_model, set_seed
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import AxonnPlugin, Grid
+from hf_axonn import Grid
 from hf_axonn.checkpoint.manifest import MANIFEST
 from hf_axonn.checkpoint.save import SaveError
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import collate, token_data
+from tests.helpers.training import collate, new_accelerator, token_data
 
 
 STEPS, SAVED_AT = 3, 2  # micro-batches are two a step, and the save is in the middle of an epoch
@@ -50,12 +48,6 @@ class Counter:
     def load_state_dict(self, state: dict) -> None:
         assert state["nested"] == [1, "two", None]
         self.seen, self.average = state["seen"], state["average"]
-
-
-def new_accelerator(grid: Grid | None, **options) -> Accelerator:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    return Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=grid) if grid else None, **options)
 
 
 class Run:

@@ -7,7 +7,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
 from hf_axonn import Grid
-from tests.accelerator.test_accelerator_data import FOUR_RANKS, TWO_RANKS, new_accelerator, plain
+from tests.accelerator.test_accelerator_data import FOUR_RANKS, TWO_RANKS, plain, with_loaders
 from tests.helpers.ranks import run_ranks
 
 
@@ -32,7 +32,7 @@ def all_streams(grid: Grid | None) -> dict[str, object]:
     for dispatch in (None, False):
         for name, stream in streams.items():
             torch.manual_seed(11)
-            accelerator = new_accelerator(grid, dispatch_batches=dispatch)
+            accelerator = with_loaders(grid, dispatch_batches=dispatch)
             loader = accelerator.prepare(DataLoader(stream.with_format("torch"), batch_size=2))
             epochs, counted = [], []
             for epoch in range(2):

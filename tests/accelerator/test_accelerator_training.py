@@ -8,19 +8,17 @@ import weakref
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 
-from hf_axonn import AxonnPlugin, Grid, parallelize
+from hf_axonn import Grid, parallelize
 from hf_axonn.engine.gradient_sync import sync_gradients
 from tests.helpers.equality import rows_of
 from tests.helpers.float64 import Float64, recompute_in_float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import collate, token_data
+from tests.helpers.training import collate, new_accelerator, token_data
 
 
 GRIDS = {
@@ -33,12 +31,6 @@ ROWS = 16
 def small_model():
     """Make a model of one layer: a loop does the same with each."""
     return tiny_model("llama", num_hidden_layers=1)
-
-
-def new_accelerator(grid: Grid | None, **options) -> Accelerator:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    return Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=grid) if grid else None, **options)
 
 
 def whole(value: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,14 +13,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import SCALER_NAME
 
-from hf_axonn import AxonnPlugin, Grid
+from hf_axonn import Grid
 from hf_axonn.checkpoint.manifest import read_manifest
 from hf_axonn.engine.dtensors import local
 from tests.helpers.equality import rows_of
 from tests.helpers.float64 import relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import make_trainer
+from tests.helpers.training import make_trainer, new_accelerator
 
 
 GRIDS = [Grid(data=2), Grid(x=2)]
@@ -28,10 +28,7 @@ STEPS, PLANTED = 4, 2
 
 
 def fp16_accelerator(grid: Grid | None, scale: float) -> Accelerator:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    plugin = AxonnPlugin(grid=grid) if grid else None
-    accelerator = Accelerator(cpu=True, parallelism_config=plugin, mixed_precision="fp16")
+    accelerator = new_accelerator(grid, mixed_precision="fp16")
     accelerator.native_amp, accelerator.scaler = True, a_scaler(scale)
     return accelerator
 

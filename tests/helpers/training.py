@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
@@ -33,6 +35,13 @@ def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
 
     ids = pad("input_ids", 0)
     return {"input_ids": ids, "labels": pad("labels", -100), "attention_mask": (ids != 0).long()}
+
+
+def new_accelerator(grid: Grid | None, **options) -> Accelerator:
+    """Make an Accelerator on CPUs, over a grid or on one process, that knows nothing of those before it."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=grid) if grid else None, **options)
 
 
 def training_options(output: Path, grid: Grid | None, *, goldfish: bool = False, **changes) -> dict:

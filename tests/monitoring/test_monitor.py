@@ -17,11 +17,10 @@ from hf_axonn.monitoring.monitor import tokens_and_squares
 from hf_axonn.planner.dense import shape_from_config
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
-from tests.accelerator.test_accelerator_training import new_accelerator
 from tests.helpers.event_files import scalars
 from tests.helpers.models import tiny_config, tiny_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import collate, token_data
+from tests.helpers.training import collate, new_accelerator, token_data
 
 
 class Clock:

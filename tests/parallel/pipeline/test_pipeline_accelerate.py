@@ -6,30 +6,22 @@ import gc
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from hf_axonn import AxonnPlugin, Grid, parallelize, sync_gradients
+from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.dtensors import local
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import refused, run_ranks
-from tests.helpers.training import collate, token_data
+from tests.helpers.training import collate, new_accelerator, token_data
 
 
 ROWS = 16
 MAX_NORM = 0.01
 CLIPS = {"llama": 2, "smollm2": 1, "qwen3": float("inf")}
-
-
-def new_accelerator(grid: Grid | None, **options) -> Accelerator:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    return Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=grid) if grid else None, **options)
 
 
 def loop(grid: Grid | None, kind: str) -> dict:
