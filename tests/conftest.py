@@ -81,10 +81,11 @@ LONG = ("tests/end_to_end", "tests/trainer", "tests/launch", "tests/parallel/ada
 COVERED = Path(__file__).parent / "tools/covered.txt"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`-m on_device`, which `make test-gpu` selects, are the tests that ask for the fixture. Long files come first."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
-    covered = set() if os.environ.get("HF_AXONN_TEST_DEVICE") else set(COVERED.read_text().splitlines())
+    on_gpu, is_found_anew = os.environ.get("HF_AXONN_TEST_DEVICE"), config.getoption("lines", None)
+    covered = set() if on_gpu or is_found_anew else set(COVERED.read_text().splitlines())
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.on_device)

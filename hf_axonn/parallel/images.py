@@ -145,7 +145,8 @@ class Images:
             or any(given.get(name) is not None for name in PIXELS)
         ):
             return False
-        text = (self.model.get_decoder(), self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        model: Any = self.model
+        text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
         trained = (parameter.requires_grad for part in text if part is not None for parameter in part.parameters())
         return any(parameter.requires_grad for parameter in self.model.parameters()) and not any(trained)
 

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from tests.helpers import ROOT
 from tests.tools.lines_by_test import COVERED, find_covered
 from tests.tools.mutants import BUDGET, choose_tests, first_difference
 
@@ -37,3 +38,4 @@ def test_the_first_line_that_differs():
 def test_the_list_of_covered_tests_is_sorted_and_of_files_that_are_there():
     tests = COVERED.read_text().splitlines()
     assert tests == sorted(set(tests))
+    assert all((ROOT / test.partition("::")[0]).exists() for test in tests)

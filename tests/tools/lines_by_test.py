@@ -1,7 +1,7 @@
 """Lines of the code that each fast test runs, and the processor seconds that it takes.
 
     python -m pytest -p tests.tools.lines_by_test --lines runs/lines -m "not slow and not gpu"
-    python -m tests.tools.lines_by_test runs/lines --write
+    python -m tests.tools.lines_by_test runs/lines
 
 A pytest plugin around coverage.py. Lines that a rank or a command runs count for the test that started it. The second
 command writes tests/tools/covered.txt: long tests of which others run every branch. They are slow tests then
@@ -49,7 +49,7 @@ class Notes:
         import coverage
 
         self._folder = folder
-        os.environ["HF_AXONN_LINES"] = str(folder)
+        os.environ["LINES_BY_TEST"] = str(folder)
         self._coverage = coverage.Coverage(config_file=str(SETTINGS), messages=False)
         self._coverage.start()
 
@@ -152,10 +152,9 @@ def find_covered(branches: dict[str, set[Branch]], seconds: dict[str, float]) ->
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the tests that others cover, with their processor seconds, or write their names to the list."""
+    """Print the tests that others cover, with their processor seconds, and write their names to the list."""
     parser = argparse.ArgumentParser(description="Which long tests run nothing that other tests do not run?")
     parser.add_argument("lines", type=Path, help="the folder of a run with the plugin")
-    parser.add_argument("--write", action="store_true", help=f"write {COVERED.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
     lines = Lines(options.lines)
     covered = find_covered(lines.branches(), lines.seconds)
@@ -163,8 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{lines.seconds[test]:7.1f}  {test}")
     taken = sum(lines.seconds[test] for test in covered)
     print(f"{len(covered)} of {len(lines.seconds)} tests, {taken:.0f} of {sum(lines.seconds.values()):.0f} seconds")
-    if options.write:
-        COVERED.write_text("".join(f"{test}\n" for test in sorted(covered)))
+    COVERED.write_text("".join(f"{test}\n" for test in sorted(covered)))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from pathlib import Path
 from queue import Queue
 
 from tests.helpers import ROOT
-from tests.tools.lines_by_test import Lines
+from tests.tools.lines_by_test import COVERED, Lines
 
 
 LEAST = 0.9  # of the mutants are noticed
@@ -99,8 +99,9 @@ def copy_of_repository(folder: Path) -> Path:
 
 def choose_tests(lines: Lines, module: str, line: int) -> list[str]:
     """Return the tests of a line that are run: those of the file of the module's name first, then the shortest."""
-    name = f"test_{Path(module).stem}.py::"
-    tests = sorted(lines.tests_of(module, line), key=lambda test: name not in test)  # stable: the shortest first
+    name, slow = f"test_{Path(module).stem}.py::", set(COVERED.read_text().splitlines())
+    tests = [test for test in lines.tests_of(module, line) if test not in slow]
+    tests.sort(key=lambda test: name not in test)  # stable: the shortest first
     ends = itertools.accumulate(lines.seconds.get(test, 0.0) for test in tests)
     return [test for test, end in zip(tests, ends, strict=True) if end <= BUDGET][:MOST] or tests[:1]
 
