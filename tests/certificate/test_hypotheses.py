@@ -109,3 +109,15 @@ def test_gradients_that_differ_where_others_are_right_are_listed(positions):
     assert list_wrong([], ranks, right, FACTORS, largest_error) == UNKNOWN
     every = [(rank, name, 1e-8) for rank in (0, 1) for name in right]
     assert list_wrong(every, ranks, right, FACTORS, largest_error) == UNKNOWN
+
+
+def test_three_gradients_are_listed_and_the_others_counted():
+    right = {name: torch.ones(2, dtype=torch.float64) for name in "abcde"}
+    ranks = [shards_of({name: 2 * gradient for name, gradient in right.items()})]
+
+    def list_first(count: int) -> str:
+        wrong = [(0, name, 1e-8) for name in list(right)[:count]]
+        return list_wrong(wrong, ranks, right, FACTORS, largest_error)
+
+    assert list_first(3).endswith("c times 2 (the number of ranks) on rank(s) 0")
+    assert list_first(4).endswith("c times 2 (the number of ranks) on rank(s) 0 and 1 more")

@@ -108,13 +108,10 @@ class Lines:
         self.seconds: dict[str, float] = dict(map(json.loads, lines))
 
     def tests_of(self, module: str, line: int) -> list[str]:
-        """Return the tests that run a line of a module, the shortest first.
-
-        For a line within a statement these are the tests of the nearest line before it that any test runs.
-        """
+        """Return the tests that run a line of a module, or any line where only its import does; the shortest first."""
         by_line = self._tests_by_line(module)
-        before = [each for each in by_line if each <= line]
-        return sorted(by_line[max(before)], key=lambda test: self.seconds.get(test, 0.0)) if before else []
+        tests = by_line.get(line) or {test for each in by_line.values() for test in each}
+        return sorted(tests, key=lambda test: (self.seconds.get(test, 0.0), test))
 
     @functools.cache  # noqa: B019
     def _tests_by_line(self, module: str) -> dict[int, list[str]]:

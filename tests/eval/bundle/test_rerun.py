@@ -6,9 +6,11 @@ import shutil
 
 import pytest
 
+from hf_axonn import Grid
 from hf_axonn_eval import verify_bundle, write_bundle
 from hf_axonn_eval.bundle.rerun import Again, judge
 from tests.helpers.eval_support import result
+from tests.helpers.ranks import run_ranks
 
 
 TOLD = result(
@@ -110,6 +112,18 @@ def test_the_model_of_a_run_answers_as_told(bundle, made, key):
         "of 5 of 12 samples of run 'trained', drawn at random, all agree within 0.0001"
     )
     assert checks["models"].state == "unchecked" and "base" in checks["models"].said
+
+
+def ask_again(bundle, made, key):
+    again = Again(model=made / "trained", grid=Grid(x=2), most=5, batch_size=3)
+    return verify_bundle(bundle, samples=made / "samples.jsonl", key=key, again=again)
+
+
+def test_a_grid_answers_as_told_and_its_first_rank_says_so(bundle, made, key):
+    first, second = run_ranks(ask_again, 2, bundle, made, key)
+    assert contradictions(first) == contradictions(second) == {}
+    answers = {check.what: check.said for check in first}["answers"]
+    assert answers.startswith("of 5 of 12 samples of run 'trained', drawn at random, all agree")
 
 
 def test_the_numbers_of_another_model_under_this_fingerprint_are_found_out(made, key, tmp_path):
