@@ -134,14 +134,13 @@ class GatherAhead:
 class ReductionQueue:
     """Weight-gradient reductions in flight: a third one waits for the first, so memory stays bounded."""
 
-    def __init__(self, *, enabled: bool, depth: int = 2) -> None:
+    def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
-        self._depth = depth
         self._in_flight: deque[Pending] = deque()
 
     def make_room(self) -> None:
-        """Wait until one more fits in. Called before its gradient is computed, so that at most `depth` exist."""
-        while len(self._in_flight) >= self._depth:
+        """Wait until one more fits in. Called before its gradient is computed, so that at most two exist."""
+        while len(self._in_flight) >= 2:
             self._in_flight.popleft().wait()
 
     def add(self, pending: Pending) -> Pending:

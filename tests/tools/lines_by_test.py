@@ -33,7 +33,7 @@ PROMISES = re.compile(
     "test_equivalence|test_worst_order|test_packaging|tests/repository|one_process|no_bit|same_bits|bit_for_bit|"
     "bit_by_bit|is_equal|interrupted|kinds_of_attention|chunks_of|another_grid|from_grid_to_grid|unmodified|killed|"
     "in_flight|host_reads|reads_only|opens_only|falls?_as|lies_whole|false_evidence|on_disk|beside_each_other|"
-    "situations_on|are_apart|are_found|keyed_by|products_on|grid_answers"
+    "what_extract_measures|situations_on|are_apart|are_found|keyed_by|products_on|grid_answers"
 )
 
 Branch = tuple[str, int, int]

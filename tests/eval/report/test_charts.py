@@ -15,6 +15,7 @@ from hf_axonn_eval.report.charts import (
     Point,
     _number,
     bar_chart,
+    grid_chart,
     line_chart,
     point_text,
 )
@@ -168,3 +169,15 @@ def test_without_intervals_the_axis_ends_with_the_largest_number():
     assert [float(bar.get("height")) for bar in bars] == [HEIGHT - BOTTOM - TOP, (HEIGHT - BOTTOM - TOP) / 2]
     (line,) = shapes(line_chart({"a": [Point(0, 0.5), Point(1, 0.25, None, 0.0)]}, **LABELS), "line")
     assert line.get("points") == f"{LEFT}.0,{TOP}.0 {WIDTH - RIGHT}.0,{(HEIGHT - BOTTOM + TOP) / 2}"
+
+
+def test_names_of_a_grid_are_beside_their_cells():
+    columns, rows = ["8", "16", "32"], ["0", "50"]
+    cells = {(column, row): Point(0, 0.5) for column in columns for row in rows}
+    chart = grid_chart(columns, rows, cells, number=0, name="exact match", **LABELS)
+    texts = {text.text: text for text in parse(chart).iter() if text.tag.endswith("text")}
+    boxes = shapes(chart, "cell")  # row by row, from the bottom
+    for box, name in zip(boxes, columns, strict=False):
+        assert float(texts[name].get("x")) == pytest.approx(float(box.get("x")) + float(box.get("width")) / 2, abs=0.1)
+    for box, name in zip(boxes[:: len(columns)], rows, strict=True):
+        assert 0 < float(texts[name].get("y")) - float(box.get("y")) < float(box.get("height"))
