@@ -265,7 +265,8 @@ class GoldfishMixin(RecordingMixin):
         """
         if is_training_log(self, logs, start_time):
             sums = self._world_sums()
-            self._refuse_unfit(sums["unfit"])
+            if self._unfit is not None:
+                self._refuse_unfit(sums["unfit"])
             if "train_loss" not in logs:
                 logs.update(mean_losses(sums))
             self._warn_unprotected(sums["unprotected"], sums["documents"])
