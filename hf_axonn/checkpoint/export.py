@@ -20,7 +20,7 @@ from hf_axonn.checkpoint.torch_folders import MODEL, find_torch_folder, read_tor
 
 
 COPIED = (".json", ".txt", ".model", ".jinja")
-NOT_COPIED = (MANIFEST, LAYOUTS, "trainer_state.json")
+NOT_COPIED = (MANIFEST, LAYOUTS, "trainer_state.json", "step_batch.json")
 INDEX = "model.safetensors.index.json"
 ORDINARY = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_axonn import Grid
+from hf_axonn import Grid, export_hf
 from hf_axonn.trainer.restarts import keep_batch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer
@@ -50,3 +50,10 @@ def test_a_checkpoint_of_one_rank_says_what_a_step_has_too(tmp_path):
     saved = json.loads((tmp_path / "grid" / "checkpoint-1" / "step_batch.json").read_text())
     assert saved == {"samples": 8, "per_device": 4, "accumulation": 2}
     assert not (tmp_path / "stock" / "checkpoint-1" / "step_batch.json").exists()
+
+
+@pytest.mark.slow
+def test_an_exported_model_says_nothing_of_the_batches_of_its_training(tmp_path):
+    run_ranks(_save, 2, tmp_path / "run", Grid(x=2))
+    export_hf(tmp_path / "run" / "checkpoint-1", tmp_path / "exported")
+    assert {path.name for path in (tmp_path / "exported").glob("*.json")} == {"config.json", "generation_config.json"}

@@ -266,6 +266,7 @@ OTHERS = {name: elementwise(name) for name in OPTIMIZERS if name != "adafactor"}
 
 
 RARE = ("adagrad", "rmsprop")  # elementwise, like sgd and the two of AdamW
+IN_8_BITS = [name for name in OTHERS if "8bit" in name]  # blocks of shards have other scales than those of parameters
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +374,7 @@ def test_what_every_run_does_and_rare_optimizers_on_four_ranks(folder, truth):
 
 @pytest.mark.slow
 def test_every_option_on_four_ranks(folder, truth):
-    assert_on_four_ranks(folder, truth, [name for name in OTHERS if name not in RARE])
+    assert_on_four_ranks(folder, truth, [name for name in OTHERS if name not in (*RARE, *IN_8_BITS)])
     assert any(entry.get("grad_norm") for entry in truth["noisy"]["history"])
     plain = truth["adamw_torch"]["parameters"]
     assert max(relative_errors(truth["noisy"]["parameters"], plain).values()) > 1e-3
@@ -383,6 +384,17 @@ def test_every_option_on_four_ranks(folder, truth):
     read = AutoModelForCausalLM.from_pretrained(saved).named_parameters()
     assert max(relative_errors(dict(read), truth["model only"]["parameters"]).values()) < BOUND
     assert_ordinary(folder / str(LAST) / "hub", truth["pushed"]["parameters"])
+
+
+@pytest.mark.slow
+def test_moments_in_8_bits_are_as_near_to_one_process_as_it_is_to_adamw(folder, truth):
+    def distance(parameters: dict, others: dict) -> float:
+        return float(sum((parameters[name] - other).square().sum() for name, other in others.items()))
+
+    for rank in run_ranks(on_grid, 4, folder, IN_8_BITS, LAST):
+        for name in IN_8_BITS:
+            alone = truth[name]["parameters"]
+            assert distance(rank[name]["parameters"], alone) < distance(alone, truth["adamw_torch"]["parameters"])
 
 
 def assert_ordinary(hub: Path, parameters: dict) -> None:
