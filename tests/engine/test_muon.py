@@ -183,7 +183,7 @@ def test_a_trainer_that_is_handed_muon_equals_one_process(tmp_path: Path) -> Non
 
 
 def of_the_page() -> dict[str, Any]:
-    """What docs/trainer.md writes for Muon and AdamW together."""
+    """The optimizer of Muon and AdamW together that docs/trainer.md writes."""
     names: dict[str, Any] = {"__name__": "page"}
     (block,) = [each for each in blocks() if each.place.startswith("docs/trainer.md") and "class Both" in each.text]
     exec(block.text, names)

@@ -129,7 +129,7 @@ def test_a_step_on_shards_is_that_on_dtensors(grid):
 
 
 def steps_on_shards(*, offload: str = "none", schedule_first: bool) -> float:
-    """How many of the parameters a step has on shards; a schedule wraps it before or after there is an Accelerator."""
+    """Count the parameters that a step has on shards; a schedule wraps it before or after there is an Accelerator."""
     forget_state()
     own = getattr(AdamW.step, "__wrapped__", AdamW.step)
     AdamW.step = own  # type: ignore[method-assign]  # as in a process that knows of no grid yet

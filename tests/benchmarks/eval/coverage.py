@@ -30,7 +30,7 @@ KINDS = ("equal", "unequal")  # of numbers of samples a document, where it has s
 
 
 class Case(NamedTuple):
-    """What is drawn: documents, how many samples they have (empty: it does not matter), and of which truth."""
+    """Documents that are drawn, the numbers of their samples (empty: they do not matter), and the truth."""
 
     kind: str
     documents: int
