@@ -36,11 +36,10 @@ def step_adafactor(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                _step_one(optimizer, group, parameter)
+                _step_one(optimizer, group, parameter, _wide(local(parameter.grad)))
 
 
-def _step_one(optimizer: Any, group: dict, parameter: Tensor) -> None:
-    grad = _wide(local(parameter.grad))
+def _step_one(optimizer: Any, group: dict, parameter: Tensor, grad: Tensor) -> None:
     own = local(parameter)
     value = _wide(own)
     state = _state_of(optimizer, group, parameter, grad)

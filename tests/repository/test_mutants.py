@@ -1,4 +1,4 @@
-"""Which tests run for a mutant, and which long tests others make unnecessary."""
+"""Tests that run for a mutant, and long tests that others make unnecessary."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Which words are found, and that a place is an error."""
+"""Words that are found, and that a place is an error."""
 
 import pytest
 

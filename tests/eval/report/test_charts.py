@@ -177,7 +177,7 @@ def test_names_of_a_grid_are_beside_their_cells():
     chart = grid_chart(columns, rows, cells, number=0, name="exact match", **LABELS)
     texts = {text.text: text for text in parse(chart).iter() if text.tag.endswith("text")}
     boxes = shapes(chart, "cell")  # row by row, from the bottom
-    for box, name in zip(boxes, columns, strict=False):
+    for box, name in zip(boxes, columns, strict=False):  # pixels are written with one decimal
         assert float(texts[name].get("x")) == pytest.approx(float(box.get("x")) + float(box.get("width")) / 2, abs=0.1)
     for box, name in zip(boxes[:: len(columns)], rows, strict=True):
         assert 0 < float(texts[name].get("y")) - float(box.get("y")) < float(box.get("height"))
