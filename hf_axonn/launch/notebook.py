@@ -18,6 +18,7 @@ import pickle
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from hf_axonn.topology.grid import Grid
 
 
 logger = get_logger(__name__)
+
+LEAVING = 3.0  # seconds in which ranks may end by themselves after an interrupt
 
 
 def notebook_launcher(
@@ -55,8 +58,9 @@ def notebook_launcher(
         What the function returned on rank 0; None, with a warning, if that cannot be pickled. With a grid of one rank
         the function is called in this process.
     Raises:
-        ValueError: an argument is out of range, there are fewer GPUs than ranks, or torch.distributed is in use here.
-        Exception: a process failed; the others are ended.
+        ValueError: an argument is out of range, or would have no effect on one rank, there are fewer GPUs than ranks,
+            or torch.distributed is in use here.
+        Exception: a process failed; the others are ended, as they are by an interrupt.
     """
     config = _config(grid)
     if mixed_precision not in PRECISIONS:
@@ -64,11 +68,19 @@ def notebook_launcher(
     if not isinstance(args, tuple):
         raise ValueError(f"args is {args!r}, but it is a tuple: write args=(value,).")
     ranks = config.grid.size
-    if ranks == 1:
-        return function(*args)
     import torch
     from accelerate import notebook_launcher as accelerate_launcher
 
+    if ranks == 1:
+        idle = [f"mixed_precision={mixed_precision!r}"] if mixed_precision != "no" else []
+        idle += ["use_cpu=True"] if use_cpu and torch.cuda.device_count() else []
+        idle += ["a setting of axonn_config"] if config != AxonnConfig(grid=config.grid) else []
+        if idle:
+            raise ValueError(
+                f"a grid of one rank calls the function in this process, where {' and '.join(idle)} would have no "
+                "effect: give it to the Accelerator or Trainer in the function, and not to notebook_launcher."
+            )
+        return function(*args)
     if torch.distributed.is_initialized():
         raise ValueError("torch.distributed is initialized in this process: restart the notebook, and launch first.")
     gpus = torch.cuda.device_count()
@@ -92,7 +104,7 @@ def notebook_launcher(
         worker = _Worker(function, environment, result)
         sys.stdout.flush()
         if use_cpu:
-            torch.multiprocessing.start_processes(worker.on_cpu, (ranks, *args), nprocs=ranks, start_method="fork")
+            _run_forked(worker.on_cpu, (ranks, *args), ranks)
         else:
             accelerate_launcher(
                 worker, args, num_processes=ranks, mixed_precision=mixed_precision, use_port=str(_free_port())
@@ -102,6 +114,22 @@ def notebook_launcher(
             logger.warning(f"{value.text} Return numbers, strings, tensors of the CPU, or lists and dicts of them.")
             return None
         return value
+
+
+def _run_forked(function: Callable, args: tuple, ranks: int) -> None:
+    """Run a function in forked processes, none of which outlives this call, be it interrupted."""
+    from torch.multiprocessing import start_processes
+
+    context: Any = start_processes(function, args, nprocs=ranks, join=False, start_method="fork")
+    try:
+        while not context.join():
+            pass
+    finally:  # an interrupt of the notebook may have reached them, too, or this process alone
+        end = time.monotonic() + LEAVING
+        for process in context.processes:
+            process.join(max(0.0, end - time.monotonic()))
+            process.kill()
+            process.join()
 
 
 class _Worker:

@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -173,10 +175,49 @@ def test_who_failed_in_a_step_is_told_as_in_a_script(capfd, how, raised, said):
 
 
 def test_one_rank_needs_no_process_and_what_cannot_be_sent_is_none(caplog):
-    assert hf_axonn.notebook_launcher(lambda value: value + 1, (1,), grid=Grid()) == 2
+    assert hf_axonn.notebook_launcher(lambda value: value + 1, (1,), grid=Grid(), use_cpu=True) == 2
     assert hf_axonn.notebook_launcher(lambda: lambda: 0, grid=Grid(data=2), use_cpu=True) is None
     (record,) = caplog.records
     assert re.match("the function returned a function, which does not come back .*Return numbers", record.message)
+
+
+def works_on(folder):
+    Path(folder, f"rank-{os.getpid()}").touch()
+    time.sleep(60)
+
+
+def launch_in_a_kernel(folder):
+    """Started in a process of its own, as a notebook's kernel is, which alone gets the signal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        hf_axonn.notebook_launcher(works_on, (folder,), grid=Grid(x=2), use_cpu=True)
+    except KeyboardInterrupt:
+        Path(folder, "interrupted").touch()
+        time.sleep(60)  # the kernel lives on
+
+
+def test_an_interrupted_cell_leaves_no_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(notebook, "LEAVING", 0.2)
+    kernel = multiprocessing.get_context("fork").Process(target=launch_in_a_kernel, args=(tmp_path,))
+    kernel.start()
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("rank-*"))) == 2)
+        ranks = [psutil.Process(int(path.name.removeprefix("rank-"))) for path in tmp_path.glob("rank-*")]
+        os.kill(kernel.pid, signal.SIGINT)
+        wait_until((tmp_path / "interrupted").exists)
+        assert not psutil.wait_procs(ranks, timeout=0)[1] and kernel.is_alive()
+    finally:
+        for process in psutil.Process(kernel.pid).children():
+            process.kill()
+        kernel.kill()
+        kernel.join()
+
+
+def wait_until(come, seconds=60):
+    end = time.monotonic() + seconds
+    while not come():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def progress_and_precision(folder):
@@ -208,6 +249,11 @@ def test_rank_0_alone_shows_a_table_and_bf16_needs_no_use_cpu(tmp_path, monkeypa
         ({"grid": Grid(x=2), "mixed_precision": "fp16", "use_cpu": True}, "ignores on CPUs"),
         ({"grid": Grid(x=4096), "use_cpu": False}, "needs 4096 GPUs"),
         ({"grid": Grid(x=2), "args": 3}, "args=\\(value,\\)"),
+        ({"grid": Grid(), "mixed_precision": "bf16"}, "one rank .* mixed_precision='bf16' would have no effect: give"),
+        (
+            {"grid": AxonnConfig(grid=Grid(), offload="optimizer")},
+            "one rank .* a setting of axonn_config would have no",
+        ),
     ),
 )
 def test_what_cannot_be_right_is_refused_before_a_process_starts(arguments, message):
