@@ -7,59 +7,138 @@ Nothing in the loop knows of the grid. --resume goes on from the newest state in
 or another one with the same --batch_size times data * z.
 """
 
-import argparse
+import math
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, get_scheduler
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, get_scheduler
 
 import hf_axonn
 from hf_axonn import AxonnConfig
-from hf_axonn_scripts.announce import describe_grid, describe_model, say, say_data, say_saved, use_terminal
+from hf_axonn_scripts.announce import describe_grid, describe_model, say, say_data, say_saved, say_used, use_terminal
+from hf_axonn_scripts.checks import (
+    Parser,
+    check_rows,
+    end_with_sentence,
+    load_config,
+    load_tokenizer,
+    make_output,
+    refuse_adapters,
+)
 from hf_axonn_scripts.data import DataArguments, load_rows
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a model, or its name on the hub")
-    parser.add_argument("--data", required=True, help="documents, as finetune.py takes them")
-    parser.add_argument("--output_dir", required=True, type=Path)
-    parser.add_argument("--sequence_length", type=int, default=1024)
-    parser.add_argument("--batch_size", type=int, default=4, help="rows for each (data, z) position")
-    parser.add_argument("--accumulation", type=int, default=1, help="batches in a step of the optimizer")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--learning_rate", type=float, default=2e-5)
-    parser.add_argument("--save_every", type=int, default=500, help="steps between two states")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--log_with", help="a tracker of accelerate that is installed, such as tensorboard")
-    parser.add_argument("--seed", type=int, default=42)
-    return parser.parse_args(arguments)
+@dataclass
+class Arguments:
+    """The options."""
+
+    model: str = field(metadata={"help": "Folder of a model, or its name on the hub."})
+    data: str = field(metadata={"help": "Documents, as finetune.py takes them."})
+    output_dir: str = field(metadata={"help": "Folder for states and for the model."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
+    sequence_length: int = field(default=1024, metadata={"help": "Longest row, in tokens."})
+    batch_size: int = field(default=4, metadata={"help": "Rows for each (data, z) position."})
+    accumulation: int = field(default=1, metadata={"help": "Batches in a step of the optimizer."})
+    epochs: int = field(default=1, metadata={"help": "Passes through the rows."})
+    learning_rate: float = field(default=2e-5, metadata={"help": "Largest rate of a cosine schedule."})
+    save_every: int = field(default=500, metadata={"help": "Steps between two states."})
+    resume: bool = field(default=False, metadata={"help": "Go on from the newest state in the output directory."})
+    log_with: str | None = field(
+        default=None, metadata={"help": "A tracker of accelerate that is installed, such as tensorboard."}
+    )
+    seed: int = field(default=42, metadata={"help": "Decides the order of the rows."})
+
+    def __post_init__(self):
+        refuse_adapters(self.model, option="--lora_r of finetune.py")
+        for name in ("batch_size", "accumulation", "epochs", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a whole number of at least 1")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate is {self.learning_rate}: give a number above 0")
+        # accelerate leaves out a tracker that is not installed.
+        trackers = ["all", *map(str, get_available_trackers())]
+        if self.log_with and self.log_with not in trackers:
+            raise ValueError(f"log_with is {self.log_with}, which is not installed: give one of {', '.join(trackers)}")
+
+
+def parse(argv: Sequence[str] | None = None) -> Arguments:
+    """Read the command line; a mistake in it ends the program with code 2 and a message."""
+    parser = Parser([Arguments], description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    (args,) = parser.parse(argv)
+    if newest_state(args) is not None and not args.resume:
+        parser.error(
+            f"--output_dir {args.output_dir} holds states of an earlier run: go on with --resume, or name another"
+        )
+    return args
+
+
+def newest_state(args: Arguments) -> int | None:
+    """Return the number of the state that `load_state` reads under automatic naming; None if there is none."""
+    states = (Path(args.output_dir) / "checkpoints").glob("checkpoint_*")
+    return max((int(path.name.removeprefix("checkpoint_")) for path in states), default=None)
+
+
+@contextmanager
+def first_process_first(accelerator: Accelerator) -> Iterator[None]:
+    """Let the others wait for the first process, also where it fails: then they come to the same failure.
+
+    In `main_process_first` of accelerate they would wait for it until they are ended.
+    """
+    if not accelerator.is_main_process:
+        accelerator.wait_for_everyone()
+    try:
+        yield
+    finally:
+        if accelerator.is_main_process:
+            accelerator.wait_for_everyone()
 
 
 class Progress:
-    """Place of the run; saved and loaded with the rest of its state."""
+    """Place of the run; saved and loaded with the rest of its state.
+
+    Args:
+        rows: of a batch of all processes, by which batches are counted.
+    """
 
     epoch = batch = step = 0
 
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
     def state_dict(self) -> dict[str, int]:
         """Return the place, for `register_for_checkpointing`."""
-        return {"epoch": self.epoch, "batch": self.batch, "step": self.step}
+        return {"epoch": self.epoch, "batch": self.batch, "step": self.step, "rows": self.rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take over a place, for `register_for_checkpointing`."""
+        """Take over a place, for `register_for_checkpointing`.
+
+        Raises:
+            ValueError: its batches have other numbers of rows, so that other rows would come next.
+        """
+        if (rows := state.get("rows", self.rows)) != self.rows:
+            raise ValueError(
+                f"the batches of the state have {rows} rows, those of this run {self.rows}: give a --batch_size with "
+                f"which it is {rows}, over all processes that have rows of their own"
+            )
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Train, and save an ordinary model directory."""
-    args = parse()
+    args = parse(argv)
+    output, found = Path(args.output_dir), newest_state(args)
     use_terminal()
     set_seed(args.seed)
-    project = ProjectConfiguration(str(args.output_dir), automatic_checkpoint_naming=True, total_limit=2)
+    project = ProjectConfiguration(args.output_dir, automatic_checkpoint_naming=True, total_limit=2)
     # The order of an epoch depends on its number and the seed alone, so that a resumed run finds it again.
     shuffling = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
     accelerator = Accelerator(
@@ -68,41 +147,50 @@ def main() -> None:
         dataloader_config=shuffling,
         log_with=args.log_with,
     )
-    accelerator.init_trackers("finetune", config={name: str(value) for name, value in vars(args).items()})
-
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    data = DataArguments(data=args.data, sequence_length=args.sequence_length)
-    with accelerator.main_process_first():
-        rows = load_rows(data, tokenizer)
-    say_data(data, rows, args.epochs)
+    if found is None:
+        say_used(output)
+    with end_with_sentence(args.model):
+        options: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
+        tokenizer = load_tokenizer(args.model, option="--model", **options)
+        data = DataArguments(data=args.data, sequence_length=args.sequence_length)
+        with first_process_first(accelerator):
+            rows = load_rows(data, tokenizer)
+        say_data(data, rows, args.epochs)
+        config = load_config(args.model, **options)
+        check_rows(config, [rows.train], tokenizer=args.model, option="--sequence_length")
+        make_output(output, adapters=False)
+        launched = AxonnConfig.from_env()
+        if launched:  # every rank reads only its own slices
+            model = hf_axonn.from_pretrained(args.model, grid=launched.grid, dtype=torch.float32, **options)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, **options)
     loader = DataLoader(
         rows.train, batch_size=args.batch_size, shuffle=True, collate_fn=DataCollatorForSeq2Seq(tokenizer)
     )
-
-    launched = AxonnConfig.from_env()
-    if launched:  # every rank reads only its own slices
-        model = hf_axonn.from_pretrained(args.model, grid=launched.grid, dtype=torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-    # Batches of one position: the prepared schedule moves on by data * z of them in a step.
-    batches = args.epochs * len(loader) // args.accumulation
-    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=batches // 20, num_training_steps=batches)
-    model, optimizer, loader, schedule = accelerator.prepare(model.train(), optimizer, loader, schedule)
-
-    steps = args.epochs * len(loader) // args.accumulation
+    loader = accelerator.prepare(loader)
+    # An epoch ends with a step, whatever has been accumulated. The prepared schedule moves on by data * z in a step.
+    steps = args.epochs * math.ceil(len(loader) / args.accumulation)
+    ranks = accelerator.num_processes
+    schedule = get_scheduler(
+        "cosine", optimizer, num_warmup_steps=steps // 20 * ranks, num_training_steps=steps * ranks
+    )
+    model, optimizer, schedule = accelerator.prepare(model.train(), optimizer, schedule)
+    accelerator.init_trackers("finetune", config={name: str(value) for name, value in vars(args).items()})
     say(
         f"model      {describe_model(accelerator.unwrap_model(model))}",
         f"grid       {describe_grid(accelerator.unwrap_model(model))}",
         f"steps      {steps:,}; epochs {args.epochs}; {args.batch_size} rows a process and batch",
     )
 
-    progress = Progress()
+    progress = Progress(args.batch_size * ranks)
     accelerator.register_for_checkpointing(progress)
-    if args.resume:
-        accelerator.load_state()
-        project.iteration = int(newest_state(args.output_dir).name.removeprefix("checkpoint_")) + 1
+    if found is not None:
+        with end_with_sentence(f"state {found}"):
+            accelerator.load_state()
+        project.iteration = found + 1
+    elif args.resume:
+        say(f"warning: {output} has no state: training starts at step 0.")
 
     while progress.epoch < args.epochs:
         loader.set_epoch(progress.epoch)
@@ -128,18 +216,12 @@ def main() -> None:
 
     accelerator.wait_for_everyone()
     accelerator.unwrap_model(model).save_pretrained(  # every rank calls it, rank 0 writes
-        args.output_dir, is_main_process=accelerator.is_main_process, save_function=accelerator.save
+        output, is_main_process=accelerator.is_main_process, save_function=accelerator.save
     )
     if accelerator.is_main_process:
-        tokenizer.save_pretrained(args.output_dir)
-    say_saved(args.output_dir, data, rows.columns)
+        tokenizer.save_pretrained(output)
+    say_saved(output, data, rows.columns)
     accelerator.end_training()
-
-
-def newest_state(output_dir: Path) -> Path:
-    """Return the directory that `load_state` reads under automatic naming."""
-    found = [path for path in (output_dir / "checkpoints").iterdir() if path.name.startswith("checkpoint_")]
-    return max(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
 
 if __name__ == "__main__":
