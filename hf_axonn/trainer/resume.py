@@ -31,7 +31,16 @@ from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.engine.master_weights import make_masters
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.trainer.restarts import keep_batch, may_be_stopped, save_when_stopped
-from hf_axonn.trainer.saving import SCALER, SCHEDULER, TRAINER_STATE, checkpoints_in, rng_file, tidy
+from hf_axonn.trainer.saving import (
+    SCALER,
+    SCHEDULER,
+    TRAINER_STATE,
+    checkpoints_in,
+    hold_folder,
+    is_on_grid,
+    rng_file,
+    tidy,
+)
 
 
 logger = get_logger(__name__)
@@ -41,16 +50,24 @@ LAST = "last"
 def train(self, original: Callable, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
     """Take the newest complete checkpoint for `resume_from_checkpoint=True`; others are skipped, with a warning.
 
+    Over a grid one run at a time trains into `output_dir` (`hold_folder`).
+
     "last" is the same, and starts at step 0 where `output_dir` has no checkpoint: a job that is restarted by the
     command that started it has none the first time. Such a run is saved when it is stopped, and keeps the samples of a
     step on another number of ranks (restarts.py).
     """
     restarted = resume_from_checkpoint == LAST
-    if parallel_state(self.model) is not None or resume_from_checkpoint in (True, LAST):
-        resume_from_checkpoint = _choose(self, resume_from_checkpoint)
-    if restarted and isinstance(resume_from_checkpoint, str):
-        keep_batch(self, resume_from_checkpoint)
-    with save_when_stopped(self) if may_be_stopped(self, restarted=restarted) else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if is_on_grid(self):
+            with raise_on_all_ranks(self.args.device):
+                if world_rank() == 0 and Path(self.args.output_dir).is_dir():
+                    stack.enter_context(hold_folder(Path(self.args.output_dir)))
+        if parallel_state(self.model) is not None or resume_from_checkpoint in (True, LAST):
+            resume_from_checkpoint = _choose(self, resume_from_checkpoint)
+        if restarted and isinstance(resume_from_checkpoint, str):
+            keep_batch(self, resume_from_checkpoint)
+        if may_be_stopped(self, restarted=restarted):
+            stack.enter_context(save_when_stopped(self))
         return original(resume_from_checkpoint, *args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, check_complete
 from hf_axonn.checkpoint.save import SaveError
 from hf_axonn.checkpoint.sharded import load_sharded
 from hf_axonn.distributed.collectives import world_rank
+from hf_axonn.trainer import saving
 from hf_axonn.trainer.saving import rotate
 from tests.helpers.crashes import die_at, run_to_the_end
 from tests.helpers.models import tiny_model
@@ -152,6 +154,30 @@ def test_nothing_is_trained_from_a_damaged_checkpoint(whole, tmp_path):
             refused, 2, folder, wanted, "has no complete checkpoint to resume from; .*checkpoint-4, .*checkpoint-3"
         )
     assert names(folder) == ["checkpoint-3", "checkpoint-4"]
+
+
+def refused_beside_another(folder: Path) -> str:
+    with pytest.raises(ValueError, match="another run trains into .* now.*: end it first, or name another") as refusal:
+        run(folder, resume="last")
+    return str(refusal.value)
+
+
+def test_a_second_run_in_the_folder_is_refused_and_the_stage_of_the_first_stays(tmp_path, monkeypatch):
+    """The lock is another process's, and goes with it; a file system without such locks lets everyone in."""
+    monkeypatch.setattr(saving, "HELD", 0.2)
+    stage = tmp_path / f".checkpoint-3{STAGE}"
+    stage.mkdir()
+    with saving.hold_folder(tmp_path):
+        first, second = run_ranks(refused_beside_another, 2, tmp_path)
+        assert first == second and stage.is_dir()
+    with saving.hold_folder(tmp_path), monkeypatch.context() as patch:
+        patch.setattr(saving.fcntl, "flock", raise_no_locks)
+        with saving.hold_folder(tmp_path):
+            pass
+
+
+def raise_no_locks(*_) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def test_scripts_that_look_themselves_get_the_newest_complete_one(whole, tmp_path):
