@@ -169,13 +169,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     loader = accelerator.prepare(loader)
-    # An epoch ends with a step, whatever has been accumulated. The prepared schedule moves on by data * z in a step.
-    steps = args.epochs * math.ceil(len(loader) / args.accumulation)
-    ranks = accelerator.num_processes
-    schedule = get_scheduler(
-        "cosine", optimizer, num_warmup_steps=steps // 20 * ranks, num_training_steps=steps * ranks
-    )
-    model, optimizer, schedule = accelerator.prepare(model.train(), optimizer, schedule)
+    steps = args.epochs * math.ceil(len(loader) / args.accumulation)  # an epoch ends with one, however many batches
+    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=steps // 20, num_training_steps=steps)
+    model, optimizer = accelerator.prepare(model.train(), optimizer)
     accelerator.init_trackers("finetune", config={name: str(value) for name, value in vars(args).items()})
     say(
         f"model      {describe_model(accelerator.unwrap_model(model))}",
@@ -183,8 +179,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"steps      {steps:,}; epochs {args.epochs}; {args.batch_size} rows a process and batch",
     )
 
-    progress = Progress(args.batch_size * ranks)
-    accelerator.register_for_checkpointing(progress)
+    progress = Progress(args.batch_size * accelerator.num_processes)
+    accelerator.register_for_checkpointing(progress, schedule)
     if found is not None:
         with end_with_sentence(f"state {found}"):
             accelerator.load_state()
@@ -201,7 +197,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-                schedule.step()
+                if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+                    schedule.step()  # once for a step of the optimizer, on any number of processes
                 optimizer.zero_grad()
             progress.batch += 1
             if accelerator.sync_gradients:
