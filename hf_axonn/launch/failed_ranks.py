@@ -18,14 +18,19 @@ LINGER = 3.0  # seconds after EXIT_CODE: srun ends the launchers of other nodes 
 
 
 def shorten_child_failures() -> None:
-    """Let this launcher print a line for each rank that failed, and end with the exit code of the first.
+    """Let this launcher print a line for each rank that failed, and end with the exit code of the first; where a
+    signal ends it, one line, and the exit code that a shell gives.
 
     Any other exception that reaches the launcher keeps its traceback.
     """
     stock = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if kind.__name__ != "ChildFailedError":  # torchrun's; its module takes long to import
+        if kind.__name__ == "SignalException":  # torchrun's, as the next; their modules take long to import
+            number: signal.Signals = vars(error)["sigval"]
+            print(f"hf_axonn: the launcher got {number.name}, and has ended its ranks.", file=sys.stderr)
+            raise SystemExit(128 + number)
+        if kind.__name__ != "ChildFailedError":
             stock(kind, error, traceback)
             return
         code = exit_code(error)

@@ -345,6 +345,17 @@ def test_ctrl_c_ends_ranks_that_wait_for_each_other_before_they_are_killed(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whom", ["launcher", "rank"])
+def test_sigterm_is_told_and_not_the_broken_connections_that_follow(tmp_path, whom):
+    """To all ranks, or to rank 1 alone, which torchrun tells the other then."""
+    ended = waiting(tmp_path, whom, "SIGTERM")
+    assert ended.code != 0 and not ended.left, ended.output[-3000:]
+    rank = "1" if whom == "rank" else r"\d"
+    assert re.search(rf"the run ends: rank {rank} \(.*\) got SIGTERM before the first step, as from", ended.output)
+    assert not re.search(r"^\[rank\d\]: ", ended.output, re.M), ended.output
+
+
+@pytest.mark.slow
 def test_a_rank_may_work_for_longer_than_the_timeout_where_others_meet_it(tmp_path):
     codes, output = run(tmp_path, "works", 0, step=1)  # before a collective that has a limit
     assert codes == [0] * WORLD and "the run ends" not in output, output

@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from hf_axonn.launch.command import Command, accelerate_options, prepare
 from hf_axonn.launch.command import main as axonn_launch
-from hf_axonn.launch.failed_ranks import describe_failures, exit_code
+from hf_axonn.launch.failed_ranks import describe_failures, exit_code, shorten_child_failures
 from tests.helpers.models import tiny_model
 
 
@@ -313,6 +315,15 @@ def test_a_rank_that_a_signal_ended_is_named_with_it():
         "hf_axonn: rank 1 (process 13) ended with exit code 3.",
     ]
     assert exit_code(error) == 1
+
+
+def test_a_signal_to_the_launcher_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    shorten_child_failures()
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(SignalException, SignalException("Process 3 got signal: 2", signal.SIGINT), None)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "hf_axonn: the launcher got SIGINT, and has ended its ranks.\n"
 
 
 def test_two_machines_make_one_world(tmp_path):

@@ -146,6 +146,8 @@ class Watchdog:
         self._answered = False
         self._raised: BaseException | None = None
         self._interrupted: float | None = None  # when Ctrl-C came
+        self._terminated = False  # by SIGTERM
+        self._end_in_words = "ended its script"
         self._interval = max(INTERVAL, self.size / 2000)
         self._still_since, self._footprint = time.monotonic(), None
         self._idle_since, self._used, self._process_used = time.monotonic(), 0.0, 0.0
@@ -166,7 +168,8 @@ class Watchdog:
         name = self._store.compare_set("crashes", "", tempfile.mktemp(prefix="hf_axonn-watch-"))  # noqa: S306
         self._crashes = name.decode()
         self._crash_file = CrashFile(self._crashes, self.rank)
-        threading.Thread(target=self._run, name="hf_axonn-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="hf_axonn-watch", daemon=True)
+        self._thread.start()
 
     def note_stages(self, text: str) -> None:
         """See the function of this name."""
@@ -191,7 +194,8 @@ class Watchdog:
         # Also of a script that has ended its process group (`accelerator.end_training`): others may wait for it.
         if self.process == os.getpid() and not self._ending.is_set() and self._store_outlives:
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"ended/{self.rank}", f"({self.place}) ended its script, {PROGRESS.done} steps done")
+                text = f"({self.place}) {self._end_in_words}, {PROGRESS.done} steps done"
+                self._store.set(f"ended/{self.rank}", text)
         self.stop()
 
     # The thread.
@@ -234,7 +238,8 @@ class Watchdog:
         _leave(1)
 
     def be_terminated(self) -> None:
-        """End this process, as somebody wants. If a rank has died, say so first."""
+        """End this process, as somebody wants. If a rank has died, say so first, and else that this one was asked."""
+        self._terminated = True
         result = self.result() or self._call_roll(broken=True, ending=True)
         if result and result["text"] and result["by"] != self.rank:
             _record(RuntimeError(result["text"]))
@@ -326,6 +331,7 @@ class Watchdog:
         accounts, silent, ended = self._accounts(number)
         if ending and not silent and not ended:
             text = None
+            _say(f"rank {self.rank} ({self.place}) got SIGTERM {PROGRESS.when}, as from a launcher or a time limit")
         elif early:
             all_wait = not silent and not ended
             text = diagnose_early(accounts, still=EARLY - 3 * self._interval) if all_wait else None
@@ -375,8 +381,15 @@ class Watchdog:
     # The main thread.
 
     def _excepthook(self, kind: type, error: BaseException, where: TracebackType | None) -> None:
-        if os.getpid() != self.process or not issubclass(kind, Exception) or self._stopped.is_set():
+        here = os.getpid() == self.process and not self._stopped.is_set()
+        if here and kind is KeyboardInterrupt:
+            self._end_in_words = "was interrupted"
+            if self.rank == 0:  # Ctrl-C reaches all, and one traceback says where they were
+                self._hook_before(kind, error, where)
+        elif not here or not issubclass(kind, Exception):
             self._hook_before(kind, error, where)
+        elif self._terminated and is_symptom(error):
+            self._thread.join()  # which ends this process
         elif self._interrupted is not None or self.report_failure(error):  # after Ctrl-C no cause matters
             self._hook_before(kind, error, where)
 
@@ -390,7 +403,9 @@ class Watchdog:
         try:
             if is_symptom(error):
                 self._raised = error
-                result = self.result() or self._call_roll(broken=True)
+                while (result := self.result()) and not result["text"] and self._thread.is_alive():
+                    time.sleep(self._interval / 4)  # a roll call that was called off: the thread begins a new round
+                result = result or self._call_roll(broken=True)
                 known = bool(result and result["text"])
                 _record(RuntimeError(result["text"]) if known else error)
                 return not known
