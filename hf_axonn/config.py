@@ -95,7 +95,8 @@ class Settings:
         allow_untested: whether a model of a type that nobody has compared with one process is sharded by blocks, as
             the general rules have them, with a warning (architectures/plan.py); else Linear by Linear.
         offload: what is kept in host memory, one of OFFLOADED: nothing, or the moments of the optimizer that Trainer,
-            `prepare` or Lightning is given (engine/host_moments.py).
+            `prepare` or Lightning is given and, in mixed precision, the float32 weights that only products read
+            (engine/host_moments.py, host_weights.py).
         async_save: whether Trainer's checkpoints are written while training goes on.
         save_failure: what a Trainer does when a checkpoint cannot be saved (a full disk), one of SAVE_FAILURES.
         schedule: when a rank of pipe runs which micro-batch forward and backward, one of SCHEDULES.

@@ -1,5 +1,5 @@
-"""Optimizers that `prepare` gets train float32 weights (engine/master_weights.py), and may keep their moments in host
-memory (engine/host_moments.py)."""
+"""Optimizers that `prepare` gets train float32 weights (engine/master_weights.py), and may keep them and their moments
+in host memory (engine/host_weights.py, host_moments.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from hf_axonn.compat.accelerate import prepared_models
 from hf_axonn.compat.torch import ask_class_for_step
 from hf_axonn.engine.master_weights import make_masters
-from hf_axonn.engine.optimizer_steps import keep_moments_on_host
+from hf_axonn.engine.optimizer_steps import keep_moments_on_host, keep_weights_on_host
 from hf_axonn.parallel.sharded_model import sharded_model
 
 
@@ -25,7 +25,7 @@ class MasterMethods:
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
         """Prepare as the stock method; under mixed precision trained weights become float32 before, and with `offload:
-        optimizer` moments go to host memory.
+        optimizer` moments go to host memory, and so do float32 weights of models that are prepared.
 
         Raises:
             ValueError: offload is not possible with this optimizer.
@@ -33,10 +33,15 @@ class MasterMethods:
         """
         ask_class_for_step(getattr(optimizer, "optimizer", optimizer))
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        make_masters(parameters, mixed_precision=AcceleratorState().mixed_precision)
+        mixed_precision = AcceleratorState().mixed_precision
+        make_masters(parameters, mixed_precision=mixed_precision)
         stages_agree(prepared_models(self))
         if self.axonn_plugin.config.offload == "optimizer":
-            keep_moments_on_host(getattr(optimizer, "optimizer", optimizer), self.device)
+            own = getattr(optimizer, "optimizer", optimizer)
+            keep_moments_on_host(own, self.device)
+            for state in map(sharded_model, prepared_models(self)):
+                if state is not None:
+                    keep_weights_on_host(state.weights, own, mixed_precision=mixed_precision)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)  # type: ignore[misc]
 
 

@@ -178,7 +178,7 @@ class _Bucket:
 
     def _flat(self, parameter: nn.Parameter) -> Tensor:
         own = local(parameter)
-        grad = torch.zeros_like(own) if parameter.grad is None else local(parameter.grad)
+        grad = torch.zeros_like(own, device=parameter.device) if parameter.grad is None else local(parameter.grad)
         return grad.reshape(-1).to(torch.promote_types(own.dtype, self.dtype))
 
     @torch.no_grad()

@@ -1,5 +1,7 @@
 """Moments of an optimizer in host memory, on the device only while a step uses them (`offload: optimizer`).
 
+With them come the float32 weights that lie there (host_weights.py).
+
 AdamW's two moments take as many bytes as a parameter and its gradient together, and only the step reads them. Here
 they lie in host memory, which is pinned on CUDA, and a step goes through the parameters in buckets:
 
@@ -19,9 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_axonn.compat.low_bit_adam import NOT_MOMENTS
+from hf_axonn.engine.host_weights import HostWeight, host_weight_of, to_host
 
 
 BUCKET_BYTES = 2**27  # three are on the device at once; a parameter with larger moments is one by itself
@@ -32,23 +36,20 @@ def is_moment(name: str, value: Any, parameter: Tensor) -> bool:
     return name not in NOT_MOMENTS and isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-def to_host(value: Tensor) -> Tensor:
-    """Return room in host memory for a moment."""
-    return torch.empty_like(value, device="cpu", pin_memory=value.device.type != "cpu")
-
-
 @dataclass(eq=False)
 class Bucket:
-    """Parameters that are updated together, and the copies of their moments on the device.
+    """Parameters that are updated together, and the copies on the device of what lies in host memory.
 
     Args:
         members: (number of the group, parameter).
         homes: where moments lie in host memory, by parameter and name.
+        weights: (parameter, its record) of those whose values lie there.
         event: after their last copy.
     """
 
     members: list[tuple[int, Tensor]]
     homes: dict[tuple[Tensor, str], Tensor] = field(default_factory=dict)
+    weights: list[tuple[Tensor, HostWeight]] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
     event: Any = None
 
@@ -61,17 +62,29 @@ class HostMoments:
         self._arrivals, self._departures = self._module.Stream(), self._module.Stream()
 
     def take_step(self, optimizer: Optimizer, step: Callable[[], object]) -> None:
-        """Call the optimizer's own step, which sees plain tensors, for one bucket after the other."""
+        """Call the optimizer's own step, which sees plain tensors, for one bucket after the other.
+
+        Where weights lie in host memory, too, the host waits until they have come home: what reads them is the host.
+
+        Raises:
+            RuntimeError: a weight was changed since the last step in a way that torch does not count.
+        """
         groups = [group["params"] for group in optimizer.param_groups]
         buckets = divide(groups)
         here = self._module.current_stream()
         leaving: Bucket | None = None
+        compared: list[tuple[Tensor, torch.Size]] = []
         self._arrivals.wait_stream(self._departures)  # of the step before
         try:
             for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
                 if leaving is None:
                     self._bring(bucket, optimizer)
                 here.wait_event(bucket.event)
+                compared += [
+                    (same, parameter.shape)
+                    for parameter, weight in bucket.weights
+                    if (same := weight.compare(parameter)) is not None
+                ]
                 if following is not None:
                     self._bring(following, optimizer)
                 for number, group in enumerate(optimizer.param_groups):
@@ -87,14 +100,34 @@ class HostMoments:
         finally:
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
+        if any(bucket.weights for bucket in buckets):
+            self._refuse_uncounted(compared)
 
     def synchronize(self) -> None:
         """Wait, on the host, until all moments have come home: what reads them then is the host."""
         self._module.synchronize()
 
+    def _refuse_uncounted(self, compared: list[tuple[Tensor, torch.Size]]) -> None:
+        """Wait for what leaves, and refuse changes of weights that products have not seen."""
+        same = torch.stack([each for each, _ in compared]) if compared else None
+        known = None if same is None else to_host(same).copy_(same, non_blocking=True)
+        self.synchronize()
+        if known is None or bool(known.all()):
+            return
+        changed = [list(shape) for (_, shape), each in zip(compared, known.tolist(), strict=True) if not each]
+        raise RuntimeError(
+            f"{len(changed)} weights in host memory (offload: optimizer) were changed since the last step in a way "
+            f"that torch does not count, the first of shape {changed[0]} on this rank: forward passes have multiplied "
+            "by what they were before. Change them under torch.no_grad() by parameter.copy_() or parameter.mul_(), "
+            "and not by what to_local().data returns; or omit offload."
+        )
+
     def _bring(self, bucket: Bucket, optimizer: Optimizer) -> None:
         here = self._module.current_stream()
         for _, parameter in bucket.members:
+            if (weight := host_weight_of(parameter)) is not None and not isinstance(parameter, DTensor):
+                bucket.weights.append((parameter, weight))
+                parameter.data = torch.empty_like(weight.home, device=parameter.device)
             entries = optimizer.state[parameter]
             for name, value in entries.items():
                 # One that a checkpoint of one process left on the device is there.
@@ -104,14 +137,22 @@ class HostMoments:
                     bucket.copies.append(entries[name])
         self._arrivals.wait_stream(here)  # the room may have been that of other tensors
         with self._module.stream(self._arrivals):
+            for parameter, weight in bucket.weights:
+                parameter.copy_(weight.home, non_blocking=True)
             for (parameter, name), home in bucket.homes.items():
                 optimizer.state[parameter][name].copy_(home, non_blocking=True)
         bucket.event = self._arrivals.record_event()
 
     def _send_home(self, bucket: Bucket, optimizer: Optimizer) -> None:
         bucket.copies.clear()
+        for parameter, weight in bucket.weights:
+            weight.take(parameter)
         self._departures.wait_stream(self._module.current_stream())
         with self._module.stream(self._departures):
+            for parameter, weight in bucket.weights:
+                weight.home.copy_(parameter, non_blocking=True)
+                bucket.copies.append(parameter.data)
+                parameter.data = weight.outline
             for _, parameter in bucket.members:
                 entries = optimizer.state[parameter]
                 for name, value in entries.items():
@@ -124,14 +165,15 @@ class HostMoments:
 
 
 def divide(groups: list[list[Tensor]]) -> list[Bucket]:
-    """Divide the parameters with gradients, in their order; what two moments take decides where a bucket ends."""
+    """Divide the parameters with gradients, in their order; what two moments take decides where a bucket ends, and
+    what a weight takes that lies in host memory."""
     buckets: list[Bucket] = []
     room = 0
     for number, parameters in enumerate(groups):
         for parameter in parameters:
             if parameter.grad is None:
                 continue
-            size = 2 * parameter.nbytes
+            size = (2 if host_weight_of(parameter) is None else 3) * parameter.nbytes
             if not buckets or size > room:
                 buckets.append(Bucket([]))
                 room = BUCKET_BYTES

@@ -13,7 +13,7 @@ import contextlib
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -40,11 +40,14 @@ from hf_axonn.compat import low_bit_adam
 from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.torch import around_step, like_dtensor, placement_of, shard_in
 from hf_axonn.engine.adafactor import step_adafactor
-from hf_axonn.engine.host_moments import HostMoments, is_moment, to_host
+from hf_axonn.engine.host_moments import HostMoments, is_moment
+from hf_axonn.engine.host_weights import host_weight_of, to_host
 from hf_axonn.engine.low_bit_adam import places_of, quantize_moments, shard_or_value
 from hf_axonn.engine.muon import find_mesh, orthogonalize_once
+from hf_axonn.engine.sharded_weight import ShardedWeight
 
 
+COPIES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's mixed_precision -> the dtype of products
 ADAFACTOR = "transformers.optimization"  # the module that has it
 ELEMENTWISE = (ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD)
 
@@ -187,6 +190,25 @@ def keep_moments_on_host(optimizer: Optimizer, device: torch.device) -> None:
     optimizer.register_load_state_dict_post_hook(_send_home)
 
 
+def keep_weights_on_host(weights: Iterable[ShardedWeight], optimizer: Optimizer, *, mixed_precision: str) -> None:
+    """Move float32 shards that an optimizer trains to host memory, those that nothing but products read in 16 bits.
+
+    A second time does nothing. No communication.
+
+    Args:
+        weights: of a model.
+        optimizer: it has to keep its moments in host memory (`keep_moments_on_host`).
+        mixed_precision: that of the run, as accelerate names it; nothing is moved under "no".
+    """
+    dtype = COPIES.get(mixed_precision)
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for weight in weights if dtype is not None else ():
+        parameter = weight.parameter
+        if id(parameter) in trained and parameter.requires_grad and parameter.dtype == torch.float32:
+            if weight.only_multiplied and host_weight_of(parameter) is None:
+                weight.keep_on_host(dtype)
+
+
 def _send_home(optimizer: Optimizer) -> None:
     """Move what torch has loaded onto the device of the parameters to host memory."""
     for parameter, entries in optimizer.state.items():
@@ -199,7 +221,11 @@ def _send_home(optimizer: Optimizer) -> None:
 @contextlib.contextmanager
 def shards_of(optimizer: Optimizer) -> Iterator[None]:
     """Give an optimizer the shards of its DTensors for parameters, gradients and state inside; afterwards DTensors,
-    also of state that is new. Parameters without a gradient stay what they are. Nothing is copied."""
+    also of state that is new. Parameters without a gradient stay what they are. Nothing is copied.
+
+    Raises:
+        ValueError: another optimizer keeps the weights in host memory.
+    """
     shards = _shards(optimizer)
     if not shards:
         yield
@@ -262,7 +288,14 @@ def _shards(optimizer: Optimizer) -> dict[Tensor, Tensor]:
                 continue
             if not isinstance(grad, DTensor) or grad.placements != parameter.placements:
                 return {}
-            found[parameter] = shard_in(parameter)
+            host = host_weight_of(parameter)
+            if host is not None and optimizer not in _on_host:
+                raise ValueError(
+                    f"{type(optimizer).__name__} got weights that offload: optimizer keeps in host memory for another "
+                    f"optimizer, one of shape {list(parameter.shape)}: give this one to accelerator.prepare, too, or "
+                    "omit offload."
+                )
+            found[parameter] = shard_in(parameter) if host is None else host.stand_in(parameter)
     return found
 
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_axonn.compat.torch import like_dtensor, placement_of, shard_has_changed, shard_in, version_of
 from hf_axonn.engine.dtensors import shard_of_parameter
+from hf_axonn.engine.host_weights import HostWeight, host_weight_of
 from hf_axonn.engine.weight_layout import WeightLayout
 
 
@@ -25,6 +26,8 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for parameter in group["params"]:
             if isinstance(parameter, DTensor) and parameter.grad is not None:
                 shard_has_changed(parameter)
+                if (host := host_weight_of(parameter)) is not None:
+                    host.count_step(version_of(parameter))
 
 
 register_optimizer_step_post_hook(_count_step)
@@ -83,6 +86,7 @@ class ShardedWeight:
     Attributes:
         keep_gathered: whether the gathered weight is kept from forward to backward.
         stays: whether each rank uses its own shard alone, and nothing is gathered.
+        only_multiplied: whether nothing but products read it, in their dtype; else it is read in its own, too.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class ShardedWeight:
         self.module = module
         self.keep_gathered = False
         self.stays = stays
+        self.only_multiplied = not flat
         self._name = name
         self._transposed = transposed
         self._flat = flat
@@ -106,7 +111,7 @@ class ShardedWeight:
     @property
     def shard(self) -> Tensor:
         """This rank's shard [rows / z, cols] as it now is, outside the graph."""
-        return self._view(shard_in(cast(DTensor, self.parameter)).detach())
+        return self._view(self._on_device().detach())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,7 +133,7 @@ class ShardedWeight:
 
     def to_gather(self, dtype: torch.dtype) -> Tensor:
         """Return what this rank sends of its shard, as `travels_as`."""
-        return self.shard.to(dtype)
+        return self._view(self._on_device(dtype).detach()).to(dtype)
 
     def from_gathered(self, gathered: Tensor, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
         """Unpack what all ranks of z have sent, [z, elements] -> the [Q, n, P, k] of the product."""
@@ -136,10 +141,10 @@ class ShardedWeight:
 
     def block(self, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
         """The [Q, n, P, k] of the product where nothing is gathered (z is 1)."""
-        local, seen = shard_in(cast(DTensor, self.parameter)), self._view_as_block
+        local, seen = self._on_device(dtype), self._view_as_block
         if seen is not None and seen[0] is local and seen[1] is layout and local.dtype == dtype:
             return seen[2]
-        block = layout.block(self.shard.to(dtype))
+        block = layout.block(self._view(local.detach()).to(dtype))
         if local.dtype == dtype and layout.divides and local.is_contiguous() and not self._transposed:
             self._view_as_block = (local, layout, block)  # a view: as the shard changes, so does it
         return block
@@ -161,13 +166,35 @@ class ShardedWeight:
         """A gradient of the shard that holds no memory."""
         local = shard_in(cast(DTensor, self.parameter))
         if self._placeholder is None or self._placeholder[0] is not local:
-            self._placeholder = (local, placeholder(self.shard))
+            self._placeholder = (local, placeholder(self._outline()))
         return self._placeholder[1]
 
     @property
     def version(self) -> int:
         """A number that changes whenever the values change in place."""
         return version_of(self.module._parameters[self._name])
+
+    def note_look_ups(self) -> None:
+        """Note that rows are looked up in it, in its own dtype."""
+        self.only_multiplied = False
+
+    def keep_on_host(self, dtype: torch.dtype) -> None:
+        """Move this rank's shard, in float32, to host memory; products in `dtype` read a copy on the device."""
+        parameter = cast(DTensor, self.parameter)
+        parameter.host_weight = HostWeight(parameter, dtype)  # type: ignore[attr-defined]  # as `sharded_as` is
+        self._view_as_block = self._placeholder = None
+
+    def _on_device(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return this rank's shard as stored, in `dtype` if there is a copy in it, else in its own."""
+        parameter = cast(DTensor, self.parameter)
+        host = host_weight_of(parameter)
+        return shard_in(parameter) if host is None else host.values(version_of(parameter), dtype)
+
+    def _outline(self) -> Tensor:
+        """Return a tensor like the shard [rows / z, cols], which has no values where those lie in host memory."""
+        parameter = cast(DTensor, self.parameter)
+        host = host_weight_of(parameter)
+        return self._view((shard_in(parameter) if host is None else host.outline).detach())
 
     def _view(self, local: Tensor) -> Tensor:
         local = local.t() if self._transposed else local
@@ -176,10 +203,12 @@ class ShardedWeight:
     def _in_graph(self) -> Tensor:
         parameter = self.parameter
         if not (torch.is_grad_enabled() and parameter.requires_grad):
-            return self.shard
+            return self._outline()
         # Without `self`: what a graph holds must not hold the graph.
         finish = partial(_take_finished, self.slot, shard_in(cast(DTensor, parameter)).shape, self._transposed)
-        return shard_of_parameter(parameter, self._view, finish)
+        host = host_weight_of(parameter)
+        view = self._view if host is None else lambda _: self._outline()
+        return shard_of_parameter(parameter, view, finish)
 
     def begin_forward(self) -> None:
         """Forget the pass before; what a broken backward pass left behind is dropped."""
@@ -192,8 +221,9 @@ class ShardedWeight:
             self._current = self._in_graph()
 
     def local(self) -> Tensor:
-        """This rank's shard [rows / z, cols], in the graph where gradients are wanted."""
+        """This rank's shard [rows / z, cols], in the graph where gradients are wanted, for its gradient: where its
+        values lie in host memory it has none (NaN)."""
         if not torch.is_grad_enabled():
-            return self.shard
+            return self._outline()
         self.make_node()
         return self._current

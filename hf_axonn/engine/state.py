@@ -153,7 +153,10 @@ class ParallelState:
                 weight = ShardedWeight(module, name, transposed=is_conv1d(module), flat=flat, stays=stays)
             self._weight_of_parameter[key] = weight
             self.weights.append(self._weight_of_parameter[key])
-        return self._weight_of_parameter[key]
+        weight = self._weight_of_parameter[key]
+        if isinstance(module, nn.Embedding):
+            weight.note_look_ups()
+        return weight
 
     def plan_gathers(self, names: dict[nn.Module, str]) -> None:
         """Mark the weights that `keep_gathered` keeps from forward to backward, and set how much is gathered ahead

@@ -16,7 +16,7 @@ from hf_axonn.compat.torch import ask_class_for_step
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import broadcast_all
 from hf_axonn.engine.master_weights import make_masters
-from hf_axonn.engine.optimizer_steps import keep_moments_on_host, refuse_unserved
+from hf_axonn.engine.optimizer_steps import keep_moments_on_host, keep_weights_on_host, refuse_unserved
 from hf_axonn.engine.state import is_parallelized, parallel_state
 from hf_axonn.parallel.parallelize import parallelize
 
@@ -182,7 +182,8 @@ def _refuse_trained(rest: nn.Module) -> None:
 
 def fit_optimizer(optimizer: Optimizer, model: nn.Module, precision: Any) -> None:
     """Let an optimizer train the shards of a model, also one that was made on its full parameters; in mixed precision
-    they become float32 (engine/master_weights.py), and with `offload: optimizer` its moments go to host memory.
+    they become float32 (engine/master_weights.py), and with `offload: optimizer` its moments go to host memory, and
+    then so do the weights.
 
     Raises:
         ValueError: its class is refused, or keeps moments that cannot be in host memory; it needs a closure, has taken
@@ -198,6 +199,7 @@ def fit_optimizer(optimizer: Optimizer, model: nn.Module, precision: Any) -> Non
     state = parallel_state(model)
     if state is not None and state.config.offload == "optimizer":
         keep_moments_on_host(optimizer, state.grid_mesh.device)
+        keep_weights_on_host(state.weights, optimizer, mixed_precision=mixed)
     owned = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(

@@ -21,15 +21,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn import Grid, parallelize
+from hf_axonn.compat.torch import version_of
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed import collectives, gloo
 from hf_axonn.engine import host_moments
-from hf_axonn.engine.dtensors import local
+from hf_axonn.engine.dtensors import local, local_of, whole
 from hf_axonn.engine.gradient_sync import syncing
+from hf_axonn.engine.host_weights import host_weight_of
 from hf_axonn.goldfish import mask
 from hf_axonn.goldfish.table import TABLE_SIZE
 from hf_axonn.layers import moe
@@ -191,7 +194,7 @@ def default_device(kind: str, reads: HostReads) -> None:
         dropout(kind, reads)
 
 
-def accelerate(kind: str, reads: HostReads, precision: str = "bf16", offload: str = "none") -> None:
+def accelerate(kind: str, reads: HostReads, precision: str = "bf16", offload: str = "none"):
     from accelerate import Accelerator
 
     from hf_axonn import AxonnPlugin
@@ -210,15 +213,32 @@ def accelerate(kind: str, reads: HostReads, precision: str = "bf16", offload: st
         with reads.phase(f"{before}step"):
             optimizer.step()
             optimizer.zero_grad()
+    moved = 0
     for parameter, state in optimizer.optimizer.state.items():
+        host = host_weight_of(parameter)
+        assert local_of(parameter).is_cuda == (host is None)
+        moved += host is not None and host.values(version_of(parameter), torch.bfloat16).is_cuda
         places = {local(state[name]).device.type for name in ("exp_avg", "exp_avg_sq")}
         assert parameter.is_cuda and places == {"cuda" if offload == "none" else "cpu"}
+    assert moved == (8 if offload == "optimizer" else 0)
+    return model, optimizer.optimizer
 
 
 def offload(kind: str, reads: HostReads) -> None:
-    """Moments in host memory, on the device a few parameters at a time."""
+    """Moments and float32 weights in host memory, on the device a few parameters at a time; then what reads them."""
     with mock.patch.object(host_moments, "BUCKET_BYTES", 2**12):
-        accelerate(kind, reads, offload="optimizer")
+        model, optimizer = accelerate(kind, reads, offload="optimizer")
+        optimizer.state.clear()
+        assert get_optimizer_state_dict(model, optimizer)["state"]  # torch makes gradients of zeros for it
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert all(value.is_cuda and not isinstance(value, DTensor) for value in full.values())
+    for parameter in model.parameters():
+        assert whole(parameter).is_cuda
+        with torch.no_grad():
+            parameter.mul_(2)
+    assert model(**batch(), num_items_in_batch=ROWS * SEQ).loss.is_cuda
+    with torch.no_grad(), mock.patch("torch.is_autocast_enabled", return_value=False):  # in float32, of host memory
+        assert model(**batch()).loss.is_cuda
 
 
 def muon(kind: str, reads: HostReads) -> None:

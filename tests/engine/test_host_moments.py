@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -14,8 +15,10 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from hf_axonn import AxonnPlugin, Grid
 from hf_axonn.compat.accelerate import forget_state
 from hf_axonn.engine import host_moments
+from hf_axonn.engine.host_weights import host_weight_of
 from hf_axonn.engine.optimizer_steps import keep_moments_on_host, step_on_shards
 from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer, numbers
 
@@ -91,17 +94,28 @@ def test_what_offload_cannot_serve_is_refused_by_name() -> None:
             keep_moments_on_host(optimizer, CPU)
 
 
-def run(folder: Path, grid: Grid, offload: str, **options) -> tuple[list[dict], list[Tensor]]:
-    """Logs and moments of a run with accumulation and clipping, which saves after its third step."""
+def run(
+    folder: Path, grid: Grid, offload: str, *, mixed: bool = False, checkpointed: bool = False, **options
+) -> tuple[list[dict], list[Tensor]]:
+    """Logs, moments and weights of a run with accumulation and clipping, which saves after its third step.
+
+    In float64, or `mixed`: in bf16 with float32 weights, which then lie in host memory, too.
+    """
     forget_state()
     plugin = AxonnPlugin(grid=grid, offload=offload)
-    trainer = make_trainer(folder, grid, parallelism_config=plugin, max_steps=5, save_steps=3, eval_strategy="no")
-    with Float64(), mock.patch.object(host_moments, "BUCKET_BYTES", 2**14):
+    changes = dict(max_steps=5, save_steps=3, bf16=mixed, gradient_checkpointing=checkpointed)
+    changes |= dict(eval_strategy="steps" if mixed else "no", eval_steps=2)
+    model = tiny_model("qwen3", dtype=torch.float32) if mixed else None
+    trainer = make_trainer(folder, grid, model=model, parallelism_config=plugin, **changes)
+    with nullcontext() if mixed else Float64(), mock.patch.object(host_moments, "BUCKET_BYTES", 2**14):
         trainer.train(**options)
     optimizer = trainer.optimizer.optimizer
     kept = [value for entries in optimizer.state.values() for name, value in entries.items() if name != "step"]
+    kept += trainer.model.parameters()
+    moved = [parameter for parameter in trainer.model.parameters() if host_weight_of(parameter) is not None]
+    assert bool(moved) == (mixed and offload == "optimizer")
     history = [entry for entry in numbers(trainer.state.log_history) if "train_loss" not in entry]
-    return history, [value.to_local().clone() for value in kept]
+    return history, [value.to_local().detach().clone() for value in kept]
 
 
 def same(one: tuple[list[dict], list[Tensor]], other: tuple[list[dict], list[Tensor]], *, steps: int = 5) -> None:
@@ -111,13 +125,28 @@ def same(one: tuple[list[dict], list[Tensor]], other: tuple[list[dict], list[Ten
 
 def _train(folder: Path) -> None:
     for grid in (Grid(z=2, x=2), Grid(data=2, y=2)):
-        one = run(folder / f"{grid}-none", grid, "none")
-        same(run(folder / f"{grid}-optimizer", grid, "optimizer"), one)
-        for saved, resumed in (("none", "optimizer"), ("optimizer", "none")):
-            checkpoint = folder / f"{grid}-{saved}" / "checkpoint-3"
-            same(run(folder / "on", grid, resumed, resume_from_checkpoint=str(checkpoint)), one)
+        _train_on(folder, grid)
+
+
+def _train_on(folder: Path, grid: Grid, **how: bool) -> None:
+    one = run(folder / f"{grid}-none", grid, "none", **how)
+    same(run(folder / f"{grid}-optimizer", grid, "optimizer", **how), one)
+    for saved, resumed in (("none", "optimizer"), ("optimizer", "none")):
+        checkpoint = folder / f"{grid}-{saved}" / "checkpoint-3"
+        same(run(folder / "on", grid, resumed, resume_from_checkpoint=str(checkpoint), **how), one)
 
 
 @pytest.mark.slow
 def test_a_trainer_with_offloaded_moments_has_the_same_bits_and_checkpoints(tmp_path: Path) -> None:
     run_ranks(_train, 4, tmp_path)
+
+
+def _train_mixed(folder: Path) -> None:
+    _train_on(folder, Grid(data=2, x=2), mixed=True)
+    _train_on(folder, Grid(z=2, y=2), mixed=True, checkpointed=True)
+    _train_on(folder, Grid(pipe=2, z=2), mixed=True)
+
+
+@pytest.mark.slow
+def test_a_trainer_with_offloaded_weights_has_the_same_bits_and_checkpoints(tmp_path: Path) -> None:
+    run_ranks(_train_mixed, 4, tmp_path)

@@ -1,0 +1,71 @@
+"""DTensors whose shard lies in host memory, while they are on the device by what they say.
+
+The gradient of a parameter has to lie on the device that the parameter names. torch's own operators take the device of
+a DTensor for that of its shard, so here they get a DTensor that says what is true.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+class HostDTensor(DTensor):
+    """A DTensor whose shard lies in host memory (`move_shard`).
+
+    Operators work in host memory and return ordinary DTensors, but for two: `detach()`, and so `data` and the values
+    of a `state_dict()`, is one of these in the same memory, and `torch.zeros_like` makes zeros on the device, for
+    gradients. A change in place is counted on the shard, whoever makes it. What gathers goes by way of the device.
+    """
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten.detach.default:
+            return args[0]._alias()
+        if func is torch.ops.aten.zeros_like.default:
+            kwargs.setdefault("device", args[0].device)
+        given, named = tree_map_only(cls, lambda tensor: tensor._seen_as(tensor._local_tensor), (args, kwargs))
+        result = func(*given, **named)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tree_leaves(value):
+                    if isinstance(tensor, cls):
+                        torch.autograd.graph.increment_version(tensor._local_tensor)
+        return args[0] if given and result is given[0] else result
+
+    def _seen_as(self, shard: torch.Tensor) -> DTensor:
+        return cast(Any, DTensor)(shard, self._spec, requires_grad=False)
+
+    def _alias(self) -> HostDTensor:
+        """Return another one in the same memory, in no graph, with what hangs on this one."""
+        outline = self._local_tensor.new_empty((), device=self.device).expand(self._local_tensor.shape)
+        alias: Any = self._seen_as(outline)
+        vars(alias).update({name: value for name, value in vars(self).items() if name != "_is_param"})
+        move_shard(alias, self._local_tensor)
+        return alias
+
+    def on_device(self) -> DTensor:
+        """Return an ordinary DTensor on the device, in no graph: a copy."""
+        return self._seen_as(self._local_tensor.detach().to(self.device))
+
+    def full_tensor(self, **options: Any) -> torch.Tensor:
+        """Return the full tensor on the device, in no graph. Collectives: as that of a DTensor."""
+        return self.on_device().full_tensor(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """Return one on the device that lies otherwise, in no graph. Collectives: as that of a DTensor."""
+        return self.on_device().redistribute(*args, **options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._seen_as(self._local_tensor).__reduce_ex__(protocol)
+
+
+def move_shard(tensor: DTensor, home: torch.Tensor) -> None:
+    """Let a DTensor have this shard, in host memory, of the shape and dtype of the one that it has. The object, and
+    the device that it names, stay."""
+    tensor._local_tensor = home
+    tensor.__class__ = HostDTensor
