@@ -347,14 +347,16 @@ def _examine_memory(
     """Bytes of rank 0, which holds most; against the memory of a device where that is known."""
     size = DTYPE_BYTES[options.weights]
     elements, moments = _count_moments(model, options.optimizer, size)
-    states = elements * 2 * size + moment_bytes(moments, launch.config.offload)
+    moved = _count_moved(model, launch, size)
+    states = elements * 2 * size - moved // 2 + moment_bytes(moments + moved, launch.config.offload)
     text = f"memory of rank 0: {_size(states)} parameters, gradients and AdamW's moments"
     if options.optimizer == "adamw_8bit":
         text += f" ({_size(moments)}, in 8 bits but for embeddings and small weights)"
     if options.optimizer == "muon":
         text += f" ({_size(moments)}, of the layers' matrices Muon's one)"
     if launch.config.offload == "optimizer":
-        text = f"host memory of rank 0: {_size(moments)} AdamW's moments; {text} in use"
+        what = "AdamW's moments and float32 weights" if moved else "AdamW's moments"
+        text = f"host memory of rank 0: {_size(moments + moved)} {what}; {text} in use"
     total: float = states
     try:
         read = shape_of(config, options.model, allow_untested=launch.config.allow_untested)
@@ -426,6 +428,18 @@ def _count_moments(model, optimizer: str, size: int) -> tuple[int, int]:
         else:
             moments += 8 * own if id(parameter) in exact else low_bit_bytes(own)
     return elements, moments
+
+
+def _count_moved(model, launch: Launch, size: int) -> int:
+    """Return the bytes of float32 weights that lie in host memory, and rounded to half of them on the device."""
+    from hf_axonn.engine.dtensors import local
+    from hf_axonn.engine.state import parallel_state
+
+    state = parallel_state(model)
+    mixed = size == 4 and launch.settings["mixed_precision"] in ("bf16", "fp16")
+    if state is None or launch.config.offload != "optimizer" or not mixed:
+        return 0
+    return size * sum(local(weight.parameter).numel() for weight in state.weights if weight.only_multiplied)
 
 
 def _expert_lines(found: ExpertBytes | None, config: AxonnConfig) -> list[str]:

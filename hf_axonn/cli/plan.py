@@ -108,7 +108,10 @@ def add_plan(commands) -> None:
         "--base", choices=tuple(BASES), default="full", help="with --lora: the frozen Linears, in 4 bits (QLoRA)"
     )
     parser.add_argument(
-        "--offload", choices=OFFLOADED, default="none", help="optimizer: AdamW's moments are in host memory"
+        "--offload",
+        choices=OFFLOADED,
+        default="none",
+        help="optimizer: AdamW's moments and float32 weights are in host memory",
     )
     parser.add_argument(
         "--optimizer",

@@ -13,12 +13,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
+ON_DEVICE = (torch.ops.aten.zeros_like.default, torch.ops.aten._to_copy.default)
+
+
 class HostDTensor(DTensor):
     """A DTensor whose shard lies in host memory (`move_shard`).
 
-    Operators work in host memory and return ordinary DTensors, but for two: `detach()`, and so `data` and the values
-    of a `state_dict()`, is one of these in the same memory, and `torch.zeros_like` makes zeros on the device, for
-    gradients. A change in place is counted on the shard, whoever makes it. What gathers goes by way of the device.
+    Operators work in host memory and return ordinary DTensors, but for three: `detach()`, and so `data` and the values
+    of a `state_dict()`, is one of these in the same memory; zeros like it, for gradients, and its values in another
+    dtype are on the device. A change in place is counted on the shard, whoever makes it. What gathers goes by way of
+    the device.
     """
 
     @classmethod
@@ -26,8 +30,8 @@ class HostDTensor(DTensor):
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten.detach.default:
             return args[0]._alias()
-        if func is torch.ops.aten.zeros_like.default:
-            kwargs.setdefault("device", args[0].device)
+        if func in ON_DEVICE and kwargs.get("device") is None:
+            kwargs["device"] = args[0].device
         given, named = tree_map_only(cls, lambda tensor: tensor._seen_as(tensor._local_tensor), (args, kwargs))
         result = func(*given, **named)
         for argument, value in zip(func._schema.arguments, args, strict=False):

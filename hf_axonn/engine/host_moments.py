@@ -67,7 +67,7 @@ class HostMoments:
         Where weights lie in host memory, too, the host waits until they have come home: what reads them is the host.
 
         Raises:
-            RuntimeError: a weight was changed since the last step in a way that torch does not count.
+            RuntimeError: those of `refuse_uncounted`.
         """
         groups = [group["params"] for group in optimizer.param_groups]
         buckets = divide(groups)
@@ -80,11 +80,9 @@ class HostMoments:
                 if leaving is None:
                     self._bring(bucket, optimizer)
                 here.wait_event(bucket.event)
-                compared += [
-                    (same, parameter.shape)
-                    for parameter, weight in bucket.weights
-                    if (same := weight.compare(parameter)) is not None
-                ]
+                for parameter, weight in bucket.weights:
+                    if (same := weight.compare(parameter)) is not None:
+                        compared.append((to_host(same).copy_(same, non_blocking=True), parameter.shape))
                 if following is not None:
                     self._bring(following, optimizer)
                 for number, group in enumerate(optimizer.param_groups):
@@ -100,27 +98,13 @@ class HostMoments:
         finally:
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
-        if any(bucket.weights for bucket in buckets):
-            self._refuse_uncounted(compared)
+            if any(bucket.weights for bucket in buckets):
+                self.synchronize()
+        refuse_uncounted(compared)
 
     def synchronize(self) -> None:
         """Wait, on the host, until all moments have come home: what reads them then is the host."""
         self._module.synchronize()
-
-    def _refuse_uncounted(self, compared: list[tuple[Tensor, torch.Size]]) -> None:
-        """Wait for what leaves, and refuse changes of weights that products have not seen."""
-        same = torch.stack([each for each, _ in compared]) if compared else None
-        known = None if same is None else to_host(same).copy_(same, non_blocking=True)
-        self.synchronize()
-        if known is None or bool(known.all()):
-            return
-        changed = [list(shape) for (_, shape), each in zip(compared, known.tolist(), strict=True) if not each]
-        raise RuntimeError(
-            f"{len(changed)} weights in host memory (offload: optimizer) were changed since the last step in a way "
-            f"that torch does not count, the first of shape {changed[0]} on this rank: forward passes have multiplied "
-            "by what they were before. Change them under torch.no_grad() by parameter.copy_() or parameter.mul_(), "
-            "and not by what to_local().data returns; or omit offload."
-        )
 
     def _bring(self, bucket: Bucket, optimizer: Optimizer) -> None:
         here = self._module.current_stream()
@@ -180,3 +164,21 @@ def divide(groups: list[list[Tensor]]) -> list[Bucket]:
             room -= size
             buckets[-1].members.append((number, parameter))
     return buckets
+
+
+def refuse_uncounted(compared: list[tuple[Tensor, torch.Size]]) -> None:
+    """Refuse changes of weights that products have not seen.
+
+    Args:
+        compared: whether the copy of a weight was that of its values, in host memory, and the shape of its shard.
+    Raises:
+        RuntimeError: one was not.
+    """
+    changed = [list(shape) for same, shape in compared if not bool(same)]
+    if changed:
+        raise RuntimeError(
+            f"{len(changed)} weights in host memory (offload: optimizer) were changed since the last step in a way "
+            f"that torch does not count, the first of shape {changed[0]} on this rank: forward passes have multiplied "
+            "by what they were before. Change them under torch.no_grad() by parameter.copy_() or parameter.mul_(), "
+            "and not by what to_local().data returns; or omit offload."
+        )

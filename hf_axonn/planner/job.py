@@ -75,7 +75,7 @@ class Job(StepSettings):
         """Sentences on what the predicted seconds leave out."""
         found = []
         if self.offload == "optimizer":
-            found.append("copies of moments from and to host memory are not in the seconds")
+            found.append("copies of moments and weights from and to host memory are not in the seconds")
         if self.optimizer == "muon":
             found.append("what Muon sends and multiplies to orthogonalize matrices is not in the seconds")
         return found

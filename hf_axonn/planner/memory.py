@@ -1,8 +1,8 @@
 """Bytes that one rank holds at the worst moment of a training step, by what they are for (docs/algorithm.md, Memory).
 
     states        parameters, gradients and AdamW's two moments, all of one dtype but for moments in 8 bits: of the
-                  rank's shards, and the small ones in full; of moments in host memory those of the buckets that a step
-                  has on the device; with Muon one moment of the layers' matrices
+                  rank's shards, and the small ones in full; of moments and weights in host memory the buckets that a
+                  step has on the device, and of weights rounded copies; with Muon one moment of the layers' matrices
     activations   saved for backward: of all layers, or under checkpointing the input of each; weights that are kept
     gathered      full blocks of the weights of two layers, this one and the next one, and the gradients of two groups
     layer         what backward makes of a layer besides: under checkpointing all that it saves
@@ -61,9 +61,9 @@ class Memory(NamedTuple):
     """Bytes of one rank; fields as in the head of this file. `parameters`: elements of its parameters; `trained`: of
     those that are trained.
 
-    moments: those in `states`; gradients: likewise, those that come one by one in backward; last: those of the
-    embedding and of one layer, which come when its work is done; waits: whether all are there from the first
-    micro-batch on.
+    moments: those in `states`, and weights that come with them; gradients: likewise, those that come one by one in
+    backward; last: those of the embedding and of one layer, which come when its work is done; waits: whether all are
+    there from the first micro-batch on.
     """
 
     parameters: int
@@ -142,6 +142,15 @@ def _linears(shape: ModelShape, grid: Grid) -> int:
     )
 
 
+def _count_multiplied(shape: ModelShape, grid: Grid) -> int:
+    """Elements on rank 0 of weights that only products read: Linears and experts of layers, and a head of its own."""
+    layers = sum(
+        count * _count_sharded((weight for weight in layer.weights if weight.kind != WeightKind.GATHERED), grid)
+        for layer, count in shape.everything
+    )
+    return layers + shape.has_head * own_elements(_vocabulary(shape), grid, ORIGIN)
+
+
 def _vocabulary(shape: ModelShape) -> WeightShape:
     return WeightShape(WeightKind.VOCABULARY, shape.vocab, shape.hidden)
 
@@ -167,7 +176,9 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
     adapters = sum(shape.adapters(step.lora))
     trained, size = (adapters, ADAPTER_BYTES) if step.lora else (base, step.param_bytes)
     gradients = trained * size
-    moments = moment_bytes(_moments(shape, grid, step, gradients), step.offload)
+    moved = _count_multiplied(shape, grid) if step.weights_on_host and grid.size > 1 else 0
+    weights -= moved * (step.param_bytes - step.compute_bytes)
+    moments = moment_bytes(_moments(shape, grid, step, gradients) + moved * step.param_bytes, step.offload)
     embedding = [_vocabulary(shape)] if shape.begins and not shape.tied else []
     last = _count_sharded([*shape.runs[0][0].weights, *embedding], grid)
     last *= 0 if step.lora else step.param_bytes
@@ -222,7 +233,8 @@ def low_bit_bytes(elements: int) -> int:
 
 
 def moment_bytes(moments: int, offload: str) -> int:
-    """Bytes of moments on the device: with `offload: optimizer` those of three buckets in a step."""
+    """Bytes of moments on the device: with `offload: optimizer` those of three buckets in a step, with the float32
+    weights that come with them."""
     return min(3 * MOMENT_BUCKET, moments) if offload == "optimizer" else moments
 
 

@@ -80,6 +80,11 @@ class StepSettings:
         return grid.positions(self.seq)
 
     @property
+    def weights_on_host(self) -> bool:
+        """True if float32 weights that only products read lie in host memory, and the device has rounded copies."""
+        return self.offload == "optimizer" and not self.lora and self.compute_bytes < self.param_bytes == 4
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block of the layers' Linears where these are frozen in 4 bits, else 0."""
         return BASES[self.base]

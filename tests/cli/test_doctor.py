@@ -57,10 +57,17 @@ def test_moments_in_host_memory_are_counted_there(tmp_path, capsys):
     pattern = r"memory of rank 0: ([\d.]+) (KiB|MiB) "
     number, unit = re.search(pattern + "parameters, gradients and AdamW's moments, ", printed[0]).groups()
     host, of_host = re.search(
-        f"host {pattern}AdamW's moments; memory of rank 0: .* moments in use, ", printed[1]
+        f"host {pattern}AdamW's moments and float32 weights; memory of rank 0: .* moments in use, ", printed[1]
     ).groups()
-    # Printed with two or three digits.
-    assert float(host) * 1024 ** (of_host == "MiB") == pytest.approx(float(number) / 2 * 1024 ** (unit == "MiB"), 0.01)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(even_llama())
+    linears = [module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    states = float(number) * 1024 ** (unit == "MiB") * 1024
+    # Printed with two digits.
+    assert float(host) * 1024 ** (of_host == "MiB") * 1024 == pytest.approx(states / 2 + 4 * sum(linears) // 4, 0.04)
+    command = write(tmp_path, even_llama(), grid={"x": 4}, offload="optimizer", settings={"mixed_precision": "no"})
+    assert main(command) == 0
+    assert re.search(f"host {pattern}AdamW's moments; ", capsys.readouterr().out)
 
 
 def test_moments_in_8_bits_are_counted_as_the_optimizer_has_them(tmp_path, capsys):

@@ -241,8 +241,9 @@ def test_what_reads_and_loads_weights_in_host_memory(tmp_path: Path) -> None:
 
 
 def check_kinds() -> None:
-    """GPT-2's Conv1D, experts, and a head that is the embedding, which stays."""
+    """GPT-2's Conv1D, experts, a head that is the embedding, which stays, and weights that lie whole on a rank."""
     grids = {"gpt2": Grid(z=2, y=2), "mixtral": Grid(z=2, x=2), "qwen3_moe": Grid(data=2, z=2), "smollm2": Grid(z=4)}
+    grids["llama"] = Grid(data=4)
     for kind, grid in grids.items():
         check_bits(grid, kind)
 

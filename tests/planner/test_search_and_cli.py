@@ -606,8 +606,8 @@ def test_grid_auto_counts_the_moments_that_there_will_be():
     with pytest.raises(ValueError, match="no grid of 2 GPUs fits"):
         resolve_auto(auto, 2, mixed_precision="bf16")
     section, notes = resolve_auto(auto | {"offload": "optimizer"}, 2, mixed_precision="bf16")
-    assert AxonnConfig.from_mapping(section) == AxonnConfig(grid=Grid(z=2), offload="optimizer")
-    assert "copies of moments from and to host memory are not in the seconds." in notes
+    assert AxonnConfig.from_mapping(section) == AxonnConfig(grid=Grid(data=2), offload="optimizer")
+    assert "copies of moments and weights from and to host memory are not in the seconds." in notes
     for kind, untimed in (("adamw_8bit", 0), ("muon", 1)):
         section, notes = resolve_auto(auto | {"plan": AUTO | {"optimizer": kind}}, 2, mixed_precision="bf16")
         assert AxonnConfig.from_mapping(section).grid == Grid(z=2)

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python -m tests.benchmarks.planner.optimizer_memory
 
 Each rank of z=2, x=2 updates two layers of the Llama of peers.py with AdamW, whose moments are on the device or in
-host memory, and with Muon on the layers' matrices: as torch does it on DTensors, where each rank orthogonalizes each
-matrix, and dealt (engine/muon.py). Bytes of state are counted by where they would lie on a GPU, and so are those that
-a rank sends; seconds are the median of steps on shared CPU cores, where host and device are the same memory. A bucket
+host memory, alone or with float32 weights as in bf16, and with Muon on the layers' matrices: as torch does it on
+DTensors, where each rank orthogonalizes each matrix, and dealt (engine/muon.py). Bytes of weights and state are counted
+by where they would lie on a GPU, and so are those that a rank sends; seconds are the median of steps on shared CPU cores, where host and device are the same memory. A bucket
 of moments has 4 MiB here, so that there are several.
 """
 
@@ -31,13 +31,15 @@ from hf_axonn.compat import muon as torch_muon  # noqa: E402
 from hf_axonn.distributed.collectives import observe  # noqa: E402
 from hf_axonn.engine import host_moments, muon  # noqa: E402
 from hf_axonn.engine.dtensors import local  # noqa: E402
-from hf_axonn.engine.optimizer_steps import keep_moments_on_host  # noqa: E402
+from hf_axonn.engine.host_weights import host_weight_of  # noqa: E402
+from hf_axonn.engine.optimizer_steps import keep_moments_on_host, keep_weights_on_host  # noqa: E402
 from tests.benchmarks.peers.peers import model_config  # noqa: E402
 
 
 GRID = Grid(z=2, x=2)
 STEPS, MIB, BUCKET = 3, 2**20, 2**22
-NAMES = ("AdamW", "AdamW, offload: optimizer", "Muon on DTensors", "Muon, dealt")
+OFFLOADED = "AdamW, offload: optimizer"
+NAMES = ("AdamW", OFFLOADED, f"{OFFLOADED}, bf16", "Muon on DTensors", "Muon, dealt")
 
 
 def main() -> None:
@@ -69,9 +71,11 @@ def _measure(name: str, rank: int) -> None:
     layers = [each for each in model.model.layers.parameters() if each.dim() == 2]
     trained = layers if name.startswith("Muon") else list(model.parameters())
     optimizer: Optimizer = Muon(trained) if name.startswith("Muon") else AdamW(trained, foreach=True)
-    offload = name.endswith("optimizer")
-    if offload:
+    if name.startswith(OFFLOADED):
         keep_moments_on_host(optimizer, torch.device("cpu"))
+    if name.endswith("bf16"):
+        keep_weights_on_host(model.axonn.weights, optimizer, mixed_precision="bf16")
+    moved = [parameter for parameter in trained if host_weight_of(parameter) is not None]
     torch.manual_seed(rank)
     sent, seconds, counts = 0, [], []
 
@@ -103,9 +107,11 @@ def _measure(name: str, rank: int) -> None:
         for key, value in entries.items()
         if isinstance(value, torch.Tensor) and key != "step"
     )
-    device, host = (_most(trained), kept) if offload else (kept, 0)
+    own = sum(local(parameter).numel() for parameter in trained)
+    masters = sum(local(parameter).nbytes for parameter in moved)
+    device, host = (_most(trained), kept + masters) if name.startswith(OFFLOADED) else (kept, 0)
+    device += 4 * own - masters // 2
     if rank == 0:
-        own = sum(local(parameter).numel() for parameter in trained)
         traffic = "not counted" if name == "Muon on DTensors" else f"{sent / MIB:.1f}"
         print(
             f"| {name} | {own:,} | {device / MIB:.1f} | {host / MIB:.1f} | {traffic} | {counts[-1]} of "
@@ -115,12 +121,14 @@ def _measure(name: str, rank: int) -> None:
 
 
 def _most(trained: list[torch.nn.Parameter]) -> int:
-    """Bytes of moments in three consecutive buckets, at most."""
-    shards = [local(parameter).detach() for parameter in trained]
-    for shard in shards:
-        shard.grad = torch.empty_like(shard)
-    buckets = host_moments.divide([shards])
-    sizes = [sum(2 * shard.nbytes for _, shard in bucket.members) for bucket in buckets]
+    """Bytes of what comes from host memory in three consecutive buckets, at most."""
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    buckets = host_moments.divide([trained])
+    sizes = [
+        sum((2 + (host_weight_of(each) is not None)) * local(each).nbytes for _, each in bucket.members)
+        for bucket in buckets
+    ]
     return max(sum(sizes[first : first + 3]) for first in range(len(sizes)))
 
 
