@@ -22,6 +22,7 @@ from hf_axonn.parallel.compiled import compile_regions
 from hf_axonn_eval import extract
 from tests.accelerator import test_accelerator_files as states
 from tests.accelerator import test_accelerator_training as loops
+from tests.engine import test_host_weights as host_weights
 from tests.helpers.adapting import Adapted, adapt, adapted_model
 from tests.helpers.chats import ExactLogProbs, fine_tune
 from tests.helpers.equality import Case, compare, exact, full, too_large
@@ -201,6 +202,10 @@ def test_accelerate_state_goes_to_another_grid_and_to_one_process(tmp_path):
 def _state(folder: Path, truth: dict) -> None:
     states.save(Grid(data=2), folder / "state")
     states.assert_equal(states.resume(X, folder / "state"), truth, X)
+
+
+def test_weights_in_host_memory_are_as_on_the_device_bit_by_bit(tmp_path):
+    run_ranks(host_weights.check, 2, tmp_path)
 
 
 SCRIPT = """
