@@ -213,7 +213,7 @@ def make_groups(
         )
     if server or not by_quantiles:
         return trainer
-    dp_rank = 0
+    dp_rank = dist.get_rank() if dist.is_initialized() else 0
     if grid is not None:
         here = grid.coordinates(dist.get_rank())
         dp_rank = here["data"] * grid.z + here["z"]

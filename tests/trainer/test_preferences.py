@@ -20,7 +20,7 @@ from hf_axonn.distributed.consistency import gather_texts
 from hf_axonn.trainer import trl as trl_over_a_grid
 from hf_axonn.trainer.hooks import install_when_imported
 from tests.helpers.chats import ExactLogProbs, without_counts
-from tests.helpers.float64 import relative_errors
+from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_model
 from tests.helpers.preferences import (
     fit,
@@ -274,6 +274,38 @@ def test_log_probabilities_of_a_data_set_without_a_file_are_refused(folder):
                 kind._precompute_ref_logps(SimpleNamespace(), load_from_disk(folder / "train"), "train", 2)
         with pytest.raises(AttributeError, match="_precompute_model_hash"):
             kind._precompute_ref_logps(SimpleNamespace(), preferences(4, seed=0), "train", 2)
+
+
+def eval_loss(folder: Path, grid: Grid | None, prompts: int, processes: int) -> float:
+    """Of GRPO, four completions a prompt, in batches of 8 completions of all data-parallel ranks."""
+    rows = 8 // processes
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64():
+            options = dict(per_device_train_batch_size=rows, per_device_eval_batch_size=rows, num_generations_eval=4)
+            trainer = make_groups(folder, folder / "evaluated", grid, **options)
+            return trainer.evaluate(load_from_disk(folder / "eval").select_columns(["prompt"]).select(range(prompts)))[
+                "eval_loss"
+            ]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _evaluated(folder: Path, prompts: list[int]) -> list[tuple[float, float]]:
+    """By stock TRL and Accelerate on two processes, and on z=2."""
+    return [tuple(eval_loss(folder, grid, number, 2) for grid in (None, Grid(z=2))) for number in prompts]
+
+
+@pytest.mark.slow
+def test_the_evaluation_of_groups_is_that_of_trl_on_as_many_processes(folder):
+    """And of one process where the batch of all divides the prompts: else Accelerate cuts losses off the last batch,
+    as many as divide prompts, not completions, whose number has no remainder here."""
+    prompts = [8, 6]
+    alone = [eval_loss(folder, None, number, 1) for number in prompts]
+    for found in run_ranks(_evaluated, 2, folder, prompts):
+        for number, (stock, grid), one in zip(prompts, found, alone, strict=True):
+            assert grid == pytest.approx(stock, rel=TOLERANCE)
+            assert (abs(grid / one - 1) < TOLERANCE) == (number == 8), (number, grid, one)
 
 
 RESUMED_CASES = {
