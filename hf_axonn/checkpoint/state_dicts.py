@@ -49,16 +49,36 @@ def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[torch.op
             optimizer.param_groups.insert(place, group)
 
 
+@contextlib.contextmanager
+def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep torch from making the state of an optimizer that has not stepped by a step, which AdamW would count: it
+    makes none beside a gradient."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    first = next((parameter for parameter in parameters if parameter.requires_grad), None)
+    if first is None or optimizer.state or any(parameter.grad is not None for parameter in parameters):
+        yield
+        return
+    first.grad = first.detach()
+    try:
+        yield
+    finally:
+        first.grad = None
+
+
 def flat_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return an optimizer's state by parameter name: (tensors, numbers and other plain values).
-
-    An optimizer that has not stepped yet gets its state made by a step that changes nothing (torch does that).
+    """Return an optimizer's state by parameter name: (tensors, numbers and other plain values). Of one that has not
+    stepped yet these are the settings of its groups.
 
     Raises:
         ValueError: what its `state_dict()` returns is not the state and the groups of its parameters.
     """
+    with _as_it_is(getattr(optimizer, "optimizer", optimizer)):
+        return _flatten(model, optimizer)
+
+
+def _flatten(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -77,7 +97,8 @@ def flat_optimizer_state(
 
 
 def fresh_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the tensors of `flat_optimizer_state` with a state for every parameter, to be overwritten."""
+    """Return the tensors of `flat_optimizer_state` with a state for every parameter, to be overwritten: torch makes it
+    by a step that changes no parameter."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if is_adam(inner):
         return {
@@ -94,7 +115,7 @@ def fresh_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
                 group["train_mode"] = True
     for parameter in parameters:
         parameter.grad = None  # torch makes no state beside gradients
-    tensors, _ = flat_optimizer_state(model, optimizer)
+    tensors, _ = _flatten(model, optimizer)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     return tensors
@@ -118,6 +139,9 @@ def set_flat_optimizer_state(
         return
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     with _without_empty_groups(optimizer) as inner:
+        for name, parameter in model.named_parameters():
+            if name in without:  # torch asks for what the state of others of its kind has
+                values |= {f"state.{name}.{key}": value for key, value in inner.state.get(parameter, {}).items()}
         flat: dict[str, Any] = {**values, **tensors}
         set_optimizer_state_dict(model, inner, flat, options=options)
         for name, parameter in model.named_parameters():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.optimization import Adafactor
 
 from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded, sync_gradients
 from hf_axonn.checkpoint.commit import write_manifest
@@ -105,6 +106,36 @@ def test_any_grid_resumes_from_any_other(tmp_path, kind, grids):
     step(model, optimizer)
     for name, value in truth.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-9, atol=1e-10, msg=name)
+
+
+UNSTEPPED = {
+    **OPTIMIZERS,
+    "adafactor": lambda parameters: Adafactor(parameters, lr=0.1, relative_step=False, scale_parameter=False),
+}
+
+
+def after_a_step(kind: str) -> dict[str, torch.Tensor]:
+    model = odd(0)
+    step(model, UNSTEPPED[kind](model.parameters()))
+    return values(model)
+
+
+def saved_before_a_step(folder: Path, truths: dict[str, dict[str, torch.Tensor]]) -> None:
+    for kind, truth in truths.items():
+        model, _ = parallelize(odd(0), Grid(z=2))
+        other, _ = parallelize(odd(1), Grid(x=2))
+        optimizer, resumed = (UNSTEPPED[kind](each.parameters()) for each in (model, other))
+        save_sharded(model, folder / kind, optimizer=optimizer)
+        load_sharded(other, folder / kind, optimizer=resumed)
+        for each, its in ((model, optimizer), (other, resumed)):
+            step(each, its)
+            for name, value in values(each).items():
+                torch.testing.assert_close(value, truth[name], rtol=1e-10, atol=1e-12, msg=f"{name}, {kind}")
+
+
+def test_a_save_before_the_first_step_counts_none(tmp_path):
+    """As where fp16 has skipped the first step: in the run that goes on, and in one that is resumed."""
+    run_ranks(saved_before_a_step, 2, tmp_path, {kind: after_a_step(kind) for kind in UNSTEPPED})
 
 
 def save_model(folder: Path) -> None:
