@@ -4,9 +4,9 @@
 
 Each rank of z=2, x=2 updates two layers of the Llama of peers.py with AdamW, whose moments are on the device or in
 host memory, alone or with float32 weights as in bf16, and with Muon on the layers' matrices: as torch does it on
-DTensors, where each rank orthogonalizes each matrix, and dealt (engine/muon.py). Bytes of weights and state are counted
-by where they would lie on a GPU, and so are those that a rank sends; seconds are the median of steps on shared CPU cores, where host and device are the same memory. A bucket
-of moments has 4 MiB here, so that there are several.
+DTensors, where each rank orthogonalizes each matrix, and dealt (engine/muon.py). Bytes of weights and state are
+counted by where they would lie on a GPU, and so are those that a rank sends; seconds are the median of steps on shared
+CPU cores, where host and device are the same memory. A bucket has 4 MiB here, so that there are several.
 """
 
 from __future__ import annotations
@@ -122,13 +122,14 @@ def _measure(name: str, rank: int) -> None:
 
 def _most(trained: list[torch.nn.Parameter]) -> int:
     """Bytes of what comes from host memory in three consecutive buckets, at most."""
+    shards, weighs = [], {}
     for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
-    buckets = host_moments.divide([trained])
-    sizes = [
-        sum((2 + (host_weight_of(each) is not None)) * local(each).nbytes for _, each in bucket.members)
-        for bucket in buckets
-    ]
+        host = host_weight_of(parameter)
+        shard = local(parameter).detach() if host is None else host.stand_in(parameter)
+        shard.grad = torch.empty_like(shard)
+        shards.append(shard)
+        weighs[shard] = (2 if host is None else 3) * shard.nbytes
+    sizes = [sum(weighs[shard] for _, shard in bucket.members) for bucket in host_moments.divide([shards])]
     return max(sum(sizes[first : first + 3]) for first in range(len(sizes)))
 
 
