@@ -127,8 +127,8 @@ def saved_before_a_step(folder: Path, truths: dict[str, dict[str, torch.Tensor]]
         optimizer, resumed = (UNSTEPPED[kind](each.parameters()) for each in (model, other))
         save_sharded(model, folder / kind, optimizer=optimizer)
         load_sharded(other, folder / kind, optimizer=resumed)
-        for each, its in ((model, optimizer), (other, resumed)):
-            step(each, its)
+        for each, updates in ((model, optimizer), (other, resumed)):
+            step(each, updates)
             for name, value in values(each).items():
                 torch.testing.assert_close(value, truth[name], rtol=1e-10, atol=1e-12, msg=f"{name}, {kind}")
 
