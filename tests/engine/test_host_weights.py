@@ -18,6 +18,7 @@ from torch.optim import SGD, AdamW
 
 from hf_axonn import AxonnPlugin, Grid, load_sharded, save_sharded
 from hf_axonn.compat.accelerate import forget_state
+from hf_axonn.compat.host_dtensor import HostDTensor
 from hf_axonn.engine import host_moments
 from hf_axonn.engine.dtensors import local, whole
 from hf_axonn.engine.host_weights import HostWeight, host_weight_of
@@ -35,7 +36,11 @@ class Run:
         plugin = AxonnPlugin(grid=grid, offload=offload)
         self.accelerator = Accelerator(cpu=True, parallelism_config=plugin, mixed_precision=precision)
         model = tiny_model(kind, num_hidden_layers=1, dtype=torch.float32)
-        self.model, self.optimizer = self.accelerator.prepare(model, AdamW(model.parameters(), lr=0.01))
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        if grid.z == 1:  # either may come first
+            self.optimizer, self.model = self.accelerator.prepare(optimizer, model)
+        else:
+            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.accelerator.unwrap_model(self.model).named_parameters())
@@ -210,6 +215,13 @@ def check_refused(grid: Grid) -> None:
         SGD(run.parameters().values(), lr=0.1).step()
 
 
+def check_torch(grid: Grid) -> None:
+    """A torch whose operators do not ask the class is refused."""
+    with mock.patch.object(HostDTensor, "__torch_dispatch__", DTensor.__torch_dispatch__):
+        with pytest.raises(RuntimeError, match=r"torch 2\..* does not ask a class .* host memory: omit offload"):
+            Run(grid)
+
+
 def check_precision(grid: Grid) -> None:
     """Without mixed precision nothing moves."""
     run = Run(grid, precision="no")
@@ -233,6 +245,7 @@ def check(folder: Path) -> None:
         check_reads(grid)
         check_files(grid, folder)
         check_precision(grid)
+        check_torch(grid)
 
 
 @pytest.mark.slow

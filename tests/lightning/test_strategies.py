@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import hf_axonn
 from hf_axonn import AxonnStrategy, Grid, SaveError
 from hf_axonn.checkpoint.manifest import check_complete
 from hf_axonn.engine.dtensors import local, whole
+from hf_axonn.engine.host_weights import HostWeight
 from tests.helpers.float64 import Float64
 from tests.helpers.launching import TORCHRUN, assert_quiet, run
 from tests.helpers.models import tiny_model
@@ -48,6 +50,29 @@ class Manual(Module):
 
     def on_before_optimizer_step(self, optimizer):
         pass  # gradients are clipped already
+
+
+def _offloaded(folder: Path, grid: Grid) -> None:
+    """With weights and moments in host memory every bit is as without, from a checkpoint of the other kind, too."""
+    found, counts = [], []
+    for offload, ckpt_path in (("none", None), ("optimizer", None), ("optimizer", folder / "none" / FIRST)):
+        strategy, place = AxonnStrategy(grid, offload=offload), folder / offload
+        module = Module(dtype=torch.float32)
+        with mock.patch.object(HostWeight, "take", autospec=True, side_effect=HostWeight.take) as taken:
+            trainer = trainer_of(place, grid, every_epoch(place), strategy=strategy, precision="bf16-mixed")
+            found.append(fit(trainer, module, grid, ckpt_path))
+        counts.append(taken.call_count)
+    without, moved, resumed = found
+    assert moved["losses"] == without["losses"] and moved["validated"] == without["validated"]
+    assert resumed["losses"] == without["losses"][-len(resumed["losses"]) :]
+    for name, weight in without["weights"].items():
+        assert torch.equal(moved["weights"][name], weight) and torch.equal(resumed["weights"][name], weight)
+    assert counts[0] == 0 < counts[2] < counts[1]
+
+
+@pytest.mark.slow
+def test_weights_in_host_memory_train_as_on_the_device(tmp_path: Path) -> None:
+    run_ranks(_offloaded, 2, tmp_path, Grid(z=2))
 
 
 def fabric_truth(value: float | None = None) -> dict[str, Any]:
