@@ -66,8 +66,9 @@ class HostWeight:
         if dtype != self._copy.dtype:
             return self.home.to(self._copy.device)
         if self._version != version or self._stepped:
-            # Another tensor: a graph may hold the one before.
-            self._copy = self.home.to(self._copy.device, self._copy.dtype)
+            with torch.inference_mode(False):  # or no step could change it
+                # Another tensor: a graph may hold the one before.
+                self._copy = self.home.to(self._copy.device, self._copy.dtype)
             self._version, self._stepped = version, False
         return self._copy
 

@@ -292,8 +292,8 @@ def _shards(optimizer: Optimizer) -> dict[Tensor, Tensor]:
             if host is not None and optimizer not in _on_host:
                 raise ValueError(
                     f"{type(optimizer).__name__} got weights that offload: optimizer keeps in host memory for another "
-                    f"optimizer, one of shape {list(parameter.shape)}: give this one to accelerator.prepare, too, or "
-                    "omit offload."
+                    f"optimizer, one of shape {list(parameter.shape)}: prepare this one with offload: optimizer, too, "
+                    "or load the model again and omit offload for both."
                 )
             found[parameter] = shard_in(parameter) if host is None else host.stand_in(parameter)
     return found

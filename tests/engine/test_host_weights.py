@@ -169,6 +169,11 @@ def check_changes(grid: Grid) -> None:
         same(ours.step(seed), others.step(seed))
     same(ours.step(5, between=ours.double), others.step(5, between=others.double))
     same(ours.state(), others.state())
+    with torch.inference_mode():
+        for run in (ours, others):
+            run.double()
+        assert torch.equal(ours.loss(5), others.loss(5))
+    same(ours.step(6), others.step(6))
     with torch.no_grad():  # as averages of weights are exchanged
         mean = {name: parameter.detach().clone() for name, parameter in ours.parameters().items()}
         for name, parameter in ours.parameters().items():

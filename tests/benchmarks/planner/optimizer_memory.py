@@ -38,6 +38,7 @@ from tests.benchmarks.peers.peers import model_config  # noqa: E402
 
 GRID = Grid(z=2, x=2)
 STEPS, MIB, BUCKET = 3, 2**20, 2**22
+COLUMNS = ("weights, MiB", "device, MiB", "host, MiB", "sent a step, MiB")
 OFFLOADED = "AdamW, offload: optimizer"
 NAMES = ("AdamW", OFFLOADED, f"{OFFLOADED}, bf16", "Muon on DTensors", "Muon, dealt")
 
@@ -51,8 +52,8 @@ def _rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=GRID.size)
     if rank == 0:
-        print("| optimizer | parameters | device, MiB | host, MiB | sent a step, MiB | orthogonalized | seconds |")
-        print("| --- | --: | --: | --: | --: | --: | --: |")
+        print(f"| optimizer | parameters | {' | '.join(COLUMNS)} | orthogonalized | seconds |")
+        print("| --- | --: | --: | --: | --: | --: | --: | --: |")
     with mock.patch.object(host_moments, "BUCKET_BYTES", BUCKET):
         for name in NAMES:
             _measure(name, rank)
@@ -110,11 +111,12 @@ def _measure(name: str, rank: int) -> None:
     own = sum(local(parameter).numel() for parameter in trained)
     masters = sum(local(parameter).nbytes for parameter in moved)
     device, host = (_most(trained), kept + masters) if name.startswith(OFFLOADED) else (kept, 0)
-    device += 4 * own - masters // 2
+    weights = 4 * own - masters // 2
     if rank == 0:
         traffic = "not counted" if name == "Muon on DTensors" else f"{sent / MIB:.1f}"
+        sizes = " | ".join(f"{size / MIB:.1f}" for size in (weights, device, host))
         print(
-            f"| {name} | {own:,} | {device / MIB:.1f} | {host / MIB:.1f} | {traffic} | {counts[-1]} of "
+            f"| {name} | {own:,} | {sizes} | {traffic} | {counts[-1]} of "
             f"{len(layers) if name.startswith('Muon') else 0} | {statistics.median(seconds):.3f} |",
             flush=True,
         )
