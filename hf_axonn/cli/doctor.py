@@ -432,6 +432,9 @@ def _count_moments(model, optimizer: str, size: int) -> tuple[int, int]:
 
 def _count_moved(model, launch: Launch, size: int) -> int:
     """Return the bytes of float32 weights that lie in host memory, and rounded to half of them on the device."""
+    from torch.distributed.tensor import DTensor
+
+    from hf_axonn.compat.host_dtensor import asks_class
     from hf_axonn.engine.dtensors import local
     from hf_axonn.engine.state import parallel_state
 
@@ -439,7 +442,10 @@ def _count_moved(model, launch: Launch, size: int) -> int:
     mixed = size == 4 and launch.settings["mixed_precision"] in ("bf16", "fp16")
     if state is None or launch.config.offload != "optimizer" or not mixed:
         return 0
-    return size * sum(local(weight.parameter).numel() for weight in state.weights if weight.only_multiplied)
+    moved = [weight.parameter for weight in state.weights if weight.only_multiplied]
+    if not (moved and isinstance(moved[0], DTensor) and asks_class(moved[0])):
+        return 0
+    return size * sum(local(parameter).numel() for parameter in moved)
 
 
 def _expert_lines(found: ExpertBytes | None, config: AxonnConfig) -> list[str]:

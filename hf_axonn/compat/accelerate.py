@@ -10,9 +10,13 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+
+if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
 
 
 def is_over(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
@@ -26,7 +30,7 @@ def prepared_models(accelerator) -> list[torch.nn.Module]:
     return accelerator._models
 
 
-def prepared_optimizers(accelerator) -> list[torch.optim.Optimizer]:
+def prepared_optimizers(accelerator) -> list[AcceleratedOptimizer]:
     """The optimizers that `prepare` was given, in accelerate's wrappers."""
     return accelerator._optimizers
 

@@ -73,3 +73,10 @@ def move_shard(tensor: DTensor, home: torch.Tensor) -> None:
     the device that it names, stay."""
     tensor._local_tensor = home
     tensor.__class__ = HostDTensor
+
+
+def asks_class(parameter: DTensor) -> bool:
+    """Return whether operators of this torch ask `HostDTensor`. Those of 2.11 take every DTensor alike."""
+    probe = cast(DTensor, parameter.detach())
+    move_shard(probe, probe._local_tensor)
+    return type(probe.detach()) is HostDTensor

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.compat.host_dtensor import HostDTensor, move_shard
+from hf_axonn.compat.host_dtensor import move_shard
 from hf_axonn.compat.torch import shard_in, version_of
 
 
@@ -35,9 +35,6 @@ class HostWeight:
         parameter: a float32 DTensor; its shard moves to host memory.
         dtype: of the copy.
 
-    Raises:
-        RuntimeError: operators of this torch do not ask the class of such a DTensor.
-
     Attributes:
         home: the shard, as stored.
         outline: a tensor of its shape and dtype on the device that holds no values (NaN) and no memory.
@@ -49,11 +46,6 @@ class HostWeight:
         self.outline = shard.new_full((), math.nan).expand(shard.shape)
         self._copy = shard.to(dtype)
         move_shard(parameter, self.home)
-        if type(parameter.detach()) is not HostDTensor:
-            raise RuntimeError(
-                f"torch {torch.__version__} does not ask a class made of DTensor for its operators, and cannot have "
-                "float32 weights in host memory: omit offload, or take torch 2.13."
-            )
         self._version = version_of(parameter)  # of the values that the copy has
         self._stepped = False  # whether a step has made the copy, and has not been counted as a change yet
 

@@ -10,6 +10,7 @@ its means up over the ranks (adafactor.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections import defaultdict
@@ -37,8 +38,11 @@ from torch.optim import (
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_axonn.compat import low_bit_adam
+from hf_axonn.compat.host_dtensor import asks_class
+from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.torch import around_step, like_dtensor, placement_of, shard_in
+from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.adafactor import step_adafactor
 from hf_axonn.engine.host_moments import HostMoments, is_moment
 from hf_axonn.engine.host_weights import host_weight_of, to_host
@@ -46,6 +50,8 @@ from hf_axonn.engine.low_bit_adam import places_of, quantize_moments, shard_or_v
 from hf_axonn.engine.muon import find_mesh, orthogonalize_once
 from hf_axonn.engine.sharded_weight import ShardedWeight
 
+
+logger = get_logger(__name__)
 
 COPIES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's mixed_precision -> the dtype of products
 ADAFACTOR = "transformers.optimization"  # the module that has it
@@ -193,7 +199,7 @@ def keep_moments_on_host(optimizer: Optimizer, device: torch.device) -> None:
 def keep_weights_on_host(weights: Iterable[ShardedWeight], optimizer: Optimizer, *, mixed_precision: str) -> None:
     """Move float32 shards that an optimizer trains to host memory, those that nothing but products read in 16 bits.
 
-    A second time does nothing. No communication.
+    A second time does nothing. With a torch that cannot have them there they stay, with a warning. No communication.
 
     Args:
         weights: of a model.
@@ -201,12 +207,29 @@ def keep_weights_on_host(weights: Iterable[ShardedWeight], optimizer: Optimizer,
         mixed_precision: that of the run, as accelerate names it; nothing is moved under "no".
     """
     dtype = COPIES.get(mixed_precision)
+    if dtype is None:
+        return
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for weight in weights if dtype is not None else ():
+    found = []
+    for weight in weights:
         parameter = weight.parameter
         if id(parameter) in trained and parameter.requires_grad and parameter.dtype == torch.float32:
             if weight.only_multiplied and host_weight_of(parameter) is None:
-                weight.keep_on_host(dtype)
+                found.append(weight)
+    if found and not asks_class(cast(DTensor, found[0].parameter)):
+        _warn_that_weights_stay()
+        return
+    for weight in found:
+        weight.keep_on_host(dtype)
+
+
+@functools.cache
+def _warn_that_weights_stay() -> None:
+    if world_rank() == 0:
+        logger.warning(
+            f"offload: optimizer keeps moments in host memory, but with torch {torch.__version__} float32 weights "
+            "stay on the device: torch 2.13 can have them in host memory, too."
+        )
 
 
 def _send_home(optimizer: Optimizer) -> None:

@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW
 from hf_axonn import AxonnPlugin, Grid, load_sharded, save_sharded
 from hf_axonn.compat.accelerate import forget_state
 from hf_axonn.compat.host_dtensor import HostDTensor
-from hf_axonn.engine import host_moments
+from hf_axonn.engine import host_moments, optimizer_steps
 from hf_axonn.engine.dtensors import local, whole
 from hf_axonn.engine.host_weights import HostWeight, host_weight_of
 from tests.helpers.equality import rows_of
@@ -221,10 +221,13 @@ def check_refused(grid: Grid) -> None:
 
 
 def check_torch(grid: Grid) -> None:
-    """A torch whose operators do not ask the class is refused."""
+    """With a torch whose operators do not ask the class weights stay, and moments move."""
     with mock.patch.object(HostDTensor, "__torch_dispatch__", DTensor.__torch_dispatch__):
-        with pytest.raises(RuntimeError, match=r"torch 2\..* does not ask a class .* host memory: omit offload"):
-            Run(grid)
+        ours, others = Run(grid), Run(grid, "none")
+    assert optimizer_steps._warn_that_weights_stay.cache_info().currsize == 1
+    assert not any(host_weight_of(parameter) for parameter in ours.parameters().values())
+    same(ours.step(0), others.step(0))
+    same(ours.state(), others.state())
 
 
 def check_precision(grid: Grid) -> None:
