@@ -1,7 +1,5 @@
 """Moments of an optimizer in host memory, on the device only while a step uses them (`offload: optimizer`).
 
-With them come the float32 weights that lie there (host_weights.py).
-
 AdamW's two moments take as many bytes as a parameter and its gradient together, and only the step reads them. Here
 they lie in host memory, which is pinned on CUDA, and a step goes through the parameters in buckets:
 
@@ -9,8 +7,9 @@ they lie in host memory, which is pinned on CUDA, and a step goes through the pa
     step      the optimizer's own step updates the parameters and moments of this one
     leave     the moments of the one before are copied back
 
-Copies run beside the updates, each way on a stream of its own. The host does not wait for them, the device for the
-first bucket to arrive and the last one to leave. It computes with the same numbers, so every bit is as without.
+Copies run beside the updates, each way on a stream of its own. The device waits for the first bucket to arrive and the
+last one to leave, the host for nothing, unless float32 weights lie in its memory, too (host_weights.py): they come and
+leave with their moments. The device computes with the same numbers, so every bit is as without.
 """
 
 from __future__ import annotations
