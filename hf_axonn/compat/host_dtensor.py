@@ -53,19 +53,31 @@ class HostDTensor(DTensor):
         return alias
 
     def on_device(self) -> DTensor:
-        """Return an ordinary DTensor on the device, in no graph: a copy."""
+        """Return an ordinary DTensor on the device, outside of the graph: a copy."""
         return self._seen_as(self._local_tensor.detach().to(self.device))
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
-        """Return the full tensor on the device, in no graph. Collectives: as that of a DTensor."""
-        return self.on_device().full_tensor(**options)
+        """Return the full tensor, on the device. Collectives: as that of a DTensor."""
+        return _OnDevice.apply(self).full_tensor(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """Return one on the device that lies otherwise, in no graph. Collectives: as that of a DTensor."""
-        return self.on_device().redistribute(*args, **options)
+        """Return one that lies otherwise, on the device. Collectives: as that of a DTensor."""
+        return _OnDevice.apply(self).redistribute(*args, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._seen_as(self._local_tensor).__reduce_ex__(protocol)
+
+
+class _OnDevice(torch.autograd.Function):
+    """An ordinary DTensor on the device, in the graph: its gradient is the parameter's, which is there, too."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.on_device()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
 
 def move_shard(tensor: DTensor, home: torch.Tensor) -> None:

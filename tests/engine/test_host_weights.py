@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, AdamW
 
 from hf_axonn import AxonnPlugin, Grid, load_sharded, save_sharded
@@ -134,6 +134,21 @@ def check_reads(grid: Grid) -> None:
         assert torch.equal(plain[0](**rows).logits, plain[1](**rows).logits)
 
 
+def check_penalties(grid: Grid) -> None:
+    """What is computed of weights as wholes has the gradients that it has on the device."""
+    ours, others = Run(grid), Run(grid, "none")
+    found = []
+    for run in (ours, others):
+        for name, parameter in run.parameters().items():
+            if name.endswith(LINEARS):
+                parameter.full_tensor().square().sum().backward()
+                parameter.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim).sum().backward()
+                assert parameter.grad.placements == parameter.placements
+        found.append([local(parameter.grad) for parameter in run.parameters().values() if parameter.grad is not None])
+    assert len(found[0]) > 4
+    same(*found)
+
+
 def on_data(parameter: Tensor, factor: float) -> None:
     parameter.data.mul_(factor)
 
@@ -251,6 +266,7 @@ def check(folder: Path) -> None:
         each(Grid(x=2))
     for grid in (Grid(z=2), Grid(x=2)):
         check_reads(grid)
+        check_penalties(grid)
         check_files(grid, folder)
         check_precision(grid)
         check_torch(grid)
