@@ -37,6 +37,8 @@ class Patches:
 
 
 def _replace(stock: Any, own: Any, method: Callable[..., Any]) -> Any:
+    if isinstance(own, property):
+        return property(_replace(own.fget, None, method))
     stock = own.__func__ if isinstance(own, classmethod) else stock
 
     @functools.wraps(stock)

@@ -25,6 +25,7 @@ from hf_axonn.certificate.float64 import ExactLogProbs
 from hf_axonn.certificate.job import Job
 from hf_axonn.certificate.loaders import name_arguments
 from hf_axonn.certificate.patching import Patches, Stock, patch
+from hf_axonn.certificate.process_counts import ProcessCount, as_launched
 from hf_axonn.certificate.recording import Recorder
 from hf_axonn.certificate.script_run import EnoughSteps, ScriptRun, WatchedWrites, seed_all
 from hf_axonn.compat.accelerate import count_as, prepared_models
@@ -139,6 +140,18 @@ class AcceleratorPatches(Patches):
         self.run.allow_division()
         stock(accelerator, **options)
         self.run.accelerator = accelerator
+
+    @patch(Accelerator, name="num_processes")
+    def count(self, stock: Stock, accelerator: Any) -> int:
+        """Return the number of processes; of one process, it remembers what it is under the launch file."""
+        positions = self.run.loading.positions
+        return ProcessCount(stock(accelerator), positions) if positions > 1 else stock(accelerator)
+
+    @patch(Accelerator)
+    def prepare_scheduler(self, stock: Stock, accelerator: Any, scheduler: Any) -> Any:
+        """Prepare a schedule that is as long as under the launch file."""
+        as_launched(scheduler)
+        return stock(accelerator, scheduler)
 
     @patch(Accelerator, TrainingMethods)
     def clip_grad_norm_(self, stock: Stock, accelerator: Any, *args: Any, **options: Any) -> Any:

@@ -121,6 +121,8 @@ RIGHT = (
     of_script("loss.backward", over(z=2)),
     of_script("clipping by torch"),
     of_script("a scheduler of its own"),
+    of_script("a schedule times num_processes"),
+    of_script("a schedule times num_processes", over(z=2)),
     of_script("BatchSampler"),
     of_script("IterableDataset"),
     of_script("items that draw"),

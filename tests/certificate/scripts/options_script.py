@@ -107,7 +107,8 @@ def loop(
     """A loop of Accelerate."""
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    moves = get_scheduler("linear", optimizer, 1, 20)
+    times = accelerator.num_processes if schedule == "of processes" else 1
+    moves = get_scheduler("linear", optimizer, 1 * times, 20 * times)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     moves = moves if schedule == "bare" else accelerator.prepare(moves)
     model.train()
@@ -206,6 +207,7 @@ WAYS = {
     "clipping by torch": lambda: loop(Accelerator(), loader(rows()), clip="torch"),
     "hf_axonn.from_pretrained": lambda: loop(Accelerator(), loader(rows()), make=load_model),
     "a scheduler of its own": lambda: loop(Accelerator(), loader(rows()), schedule="bare"),
+    "a schedule times num_processes": lambda: loop(Accelerator(), loader(rows()), schedule="of processes"),
     "step_scheduler_with_optimizer off": lambda: loop(
         Accelerator(step_scheduler_with_optimizer=False), loader(rows())
     ),

@@ -1,0 +1,74 @@
+"""Numbers that a script makes of the number of processes, on one process that stands for several.
+
+Accelerate moves a schedule as many steps at a time as there are processes, so scripts multiply its length by
+`accelerator.num_processes`, as Transformers' examples do. On one process that is 1, and has to be for everything else:
+its loss is not averaged, its batch not divided. So the number is 1, and remembers, as do numbers computed of it, what
+it is under the launch file. Schedules are given that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+
+class ProcessCount(int):
+    """A number of one process, and whole numbers computed of it.
+
+    Attributes:
+        launched: what it is under the launch file.
+    """
+
+    launched: int
+
+    def __new__(cls, value: int, launched: int) -> ProcessCount:
+        made = super().__new__(cls, value)
+        made.launched = launched
+        return made
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # whoever copies or stores it gets the number
+
+
+def _remember(name: str) -> Callable[[ProcessCount, Any], Any]:
+    operator = getattr(int, name)
+
+    @functools.wraps(operator)
+    def compute(self: ProcessCount, other: Any) -> Any:
+        value, launched = operator(self, other), operator(self.launched, getattr(other, "launched", other))
+        return value if value is NotImplemented else ProcessCount(value, launched)
+
+    return compute
+
+
+for _name in ("add", "sub", "mul", "floordiv"):
+    for _side in ("", "r"):
+        setattr(ProcessCount, f"__{_side}{_name}__", _remember(f"__{_side}{_name}__"))
+
+
+def as_launched(schedule: Any) -> None:
+    """Let a schedule of torch have the numbers that it has under the launch file: its own attributes, those of
+    schedules that it joins, and arguments of the functions by which LambdaLR computes rates."""
+    _replace(vars(schedule))
+    for part in getattr(schedule, "_schedulers", ()):
+        as_launched(part)
+    for function in getattr(schedule, "lr_lambdas", ()):
+        if isinstance(function, functools.partial):
+            _replace(function.keywords)
+        elif isinstance(function, FunctionType):
+            for cell in function.__closure__ or ():
+                cell.cell_contents = _substitute(cell.cell_contents)
+        else:
+            _replace(vars(function))
+
+
+def _replace(values: dict[str, Any]) -> None:
+    values |= {name: _substitute(value) for name, value in values.items()}
+
+
+def _substitute(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_substitute(each) for each in value]
+    return value.launched if isinstance(value, ProcessCount) else value
