@@ -15,8 +15,8 @@ WORKERS ?= 2
 BIN := .venv/bin
 # A failed or half-done step leaves no stamp, so the next make repeats it.
 STAMPS := .venv/.stamps
-# One thread for each process: the tests run several ranks on few cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# One thread for each process: the tests run several ranks on few cores. Modules are compiled once, not in each process.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file is run by one worker (loadfile), because its tests share models, checkpoints and whole launches by fixtures of
 # the module: spread over both workers they would be made twice.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
