@@ -95,16 +95,25 @@ def test_what_offload_cannot_serve_is_refused_by_name() -> None:
 
 
 def run(
-    folder: Path, grid: Grid, offload: str, *, mixed: bool = False, checkpointed: bool = False, **options
+    folder: Path,
+    grid: Grid,
+    offload: str,
+    *,
+    mixed: bool = False,
+    checkpointed: bool = False,
+    best: bool = False,
+    **options,
 ) -> tuple[list[dict], list[Tensor]]:
     """Logs, moments and weights of a run with accumulation and clipping, which saves after its third step.
 
-    In float64, or `mixed`: in bf16 with float32 weights, which then lie in host memory, too.
+    In float64, or `mixed`: in bf16 with float32 weights, which then lie in host memory, too. `best`: the weights in
+    the end are those of the third step.
     """
     forget_state()
     plugin = AxonnPlugin(grid=grid, offload=offload)
     changes = dict(max_steps=5, save_steps=3, bf16=mixed, gradient_checkpointing=checkpointed)
     changes |= dict(eval_strategy="steps" if mixed else "no", eval_steps=2)
+    changes |= dict(eval_steps=3, load_best_model_at_end=True) if best else {}
     model = tiny_model("qwen3", dtype=torch.float32) if mixed else None
     trainer = make_trainer(folder, grid, model=model, parallelism_config=plugin, **changes)
     with nullcontext() if mixed else Float64(), mock.patch.object(host_moments, "BUCKET_BYTES", 2**14):
@@ -145,6 +154,8 @@ def _train_mixed(folder: Path) -> None:
     _train_on(folder, Grid(data=2, x=2), mixed=True)
     _train_on(folder, Grid(z=2, y=2), mixed=True, checkpointed=True)
     _train_on(folder, Grid(pipe=2, z=2), mixed=True)
+    best = [run(folder / f"best-{how}", Grid(z=2, x=2), how, mixed=True, best=True) for how in ("optimizer", "none")]
+    same(*best)
 
 
 @pytest.mark.slow

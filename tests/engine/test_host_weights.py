@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, AdamW
 
@@ -225,6 +229,23 @@ def check_files(grid: Grid, folder: Path) -> None:
     same(ours.state(), again.state())
 
 
+def check_states(grid: Grid, folder: Path) -> None:
+    """Accelerate's `save_state` and torch's state dicts bring weights and moments back."""
+    ours, others = Run(grid), Run(grid, "none")
+    same(ours.step(0), others.step(0))
+    model, other = (each.accelerator.unwrap_model(each.model) for each in (ours, others))
+    ours.accelerator.save_state(folder / f"state-{grid}")
+    ours.step(1)
+    ours.accelerator.load_state(folder / f"state-{grid}")
+    same(ours.state(), others.state())
+    same(ours.step(2), others.step(2))
+    ours.double()
+    set_model_state_dict(model, get_model_state_dict(other))
+    same([ours.loss(3)], [others.loss(3)])
+    same(ours.step(3), others.step(3))
+    same(ours.state(), others.state())
+
+
 def check_refused(grid: Grid) -> None:
     """Another optimizer, and a state that torch makes before the first step."""
     run = Run(grid)
@@ -268,6 +289,7 @@ def check(folder: Path) -> None:
         check_reads(grid)
         check_penalties(grid)
         check_files(grid, folder)
+        check_states(grid, folder)
         check_precision(grid)
         check_torch(grid)
 
