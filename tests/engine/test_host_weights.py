@@ -78,8 +78,8 @@ class Run:
 
 def same(ours: list[Tensor], others: list[Tensor]) -> None:
     assert len(ours) == len(others)
-    for number, (mine, true) in enumerate(zip(ours, others, strict=True)):
-        assert mine.dtype == true.dtype and torch.equal(mine, true), number
+    for number, (moved, true) in enumerate(zip(ours, others, strict=True)):
+        assert moved.dtype == true.dtype and torch.equal(moved, true), number
 
 
 @contextmanager
@@ -104,10 +104,10 @@ def check_bits(grid: Grid, kind: str = "llama") -> None:
         for seed in range(3):
             if seed:
                 with nothing_renewed():
-                    mine = ours.step(seed)
+                    found = ours.step(seed)
             else:
-                mine = ours.step(seed)
-            same(mine, others.step(seed))
+                found = ours.step(seed)
+            same(found, others.step(seed))
             same(ours.state(), others.state())
     with torch.no_grad():
         assert torch.equal(ours.loss(3), others.loss(3))
@@ -131,8 +131,8 @@ def check_reads(grid: Grid) -> None:
     assert all(whole(parameter).dtype == torch.float32 for parameter in run.parameters().values())
     other = Run(run.grid, "none")
     with torch.no_grad():
-        for mine, true in zip(run.parameters().values(), other.parameters().values(), strict=True):
-            true.copy_(mine)
+        for moved, true in zip(run.parameters().values(), other.parameters().values(), strict=True):
+            true.copy_(moved)
         plain = [each.accelerator.unwrap_model(each.model, keep_fp32_wrapper=False) for each in (run, other)]
         rows = rows_of(tiny_batch(2 * run.grid.dp_size, 7, seed=5), run.grid, dist.get_rank())
         assert torch.equal(plain[0](**rows).logits, plain[1](**rows).logits)
