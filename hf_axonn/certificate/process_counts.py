@@ -8,6 +8,7 @@ it is under the launch file. Schedules are given that.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from types import FunctionType
@@ -51,24 +52,25 @@ for _name in ("add", "sub", "mul", "floordiv"):
 def as_launched(schedule: Any) -> None:
     """Let a schedule of torch have the numbers that it has under the launch file: its own attributes, those of
     schedules that it joins, and arguments of the functions by which LambdaLR computes rates."""
-    _replace(vars(schedule))
+    _replace_counts(vars(schedule))
     for part in getattr(schedule, "_schedulers", ()):
         as_launched(part)
     for function in getattr(schedule, "lr_lambdas", ()):
         if isinstance(function, functools.partial):
-            _replace(function.keywords)
+            _replace_counts(function.keywords)
         elif isinstance(function, FunctionType):
             for cell in function.__closure__ or ():
-                cell.cell_contents = _substitute(cell.cell_contents)
+                with contextlib.suppress(ValueError):  # of a name that has no value yet
+                    if isinstance(cell.cell_contents, ProcessCount):
+                        cell.cell_contents = cell.cell_contents.launched
         else:
-            _replace(vars(function))
+            _replace_counts(getattr(function, "__dict__", {}))
 
 
-def _replace(values: dict[str, Any]) -> None:
-    values |= {name: _substitute(value) for name, value in values.items()}
-
-
-def _substitute(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_substitute(each) for each in value]
-    return value.launched if isinstance(value, ProcessCount) else value
+def _replace_counts(values: dict[str, Any] | list[Any]) -> None:
+    """Replace counts in place, also in lists inside: others may have these, too."""
+    for place, value in [*(values.items() if isinstance(values, dict) else enumerate(values))]:
+        if isinstance(value, ProcessCount):
+            values[place] = value.launched
+        elif isinstance(value, list):
+            _replace_counts(value)

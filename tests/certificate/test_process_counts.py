@@ -47,6 +47,23 @@ def sequence(optimizer: torch.optim.Optimizer, times: int) -> SequentialLR:
     return SequentialLR(optimizer, parts, milestones=[3 * times])
 
 
+def test_what_else_a_schedule_refers_to_stays_what_it_is():
+    """A list of the script's, a name without a value yet, and a function of C."""
+    seen: list[int] = []
+
+    def rate(step: int) -> float:
+        seen.append(step)
+        return 1.0 if step < 2 else later
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    schedule = LambdaLR(optimizer, rate)
+    as_launched(schedule)
+    later = 0.5
+    schedule.step()
+    assert seen == [0, 1] and schedule.lr_lambdas == [rate]
+    as_launched(LambdaLR(optimizer, abs))
+
+
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, int], Any]] = {
     "linear": lambda optimizer, times: get_scheduler("linear", optimizer, 2 * times, 10 * times),
     "cosine": lambda optimizer, times: get_scheduler("cosine", optimizer, 2 * times, 10 * times),
