@@ -28,7 +28,7 @@ from hf_axonn.distributed.collectives import world_rank
 logger = get_logger(__name__)
 
 HALVES = (torch.bfloat16, torch.float16)
-MIXED = ("bf16", "fp16")  # of accelerate's mixed_precision
+MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's mixed_precision -> the dtype of products
 
 
 def leave_dtype_open(model: nn.Module) -> None:

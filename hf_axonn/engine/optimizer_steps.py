@@ -47,13 +47,13 @@ from hf_axonn.engine.adafactor import step_adafactor
 from hf_axonn.engine.host_moments import HostMoments, is_moment
 from hf_axonn.engine.host_weights import host_weight_of, to_host
 from hf_axonn.engine.low_bit_adam import places_of, quantize_moments, shard_or_value
+from hf_axonn.engine.master_weights import MIXED
 from hf_axonn.engine.muon import find_mesh, orthogonalize_once
 from hf_axonn.engine.sharded_weight import ShardedWeight
 
 
 logger = get_logger(__name__)
 
-COPIES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's mixed_precision -> the dtype of products
 ADAFACTOR = "transformers.optimization"  # the module that has it
 ELEMENTWISE = (ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD)
 
@@ -206,7 +206,7 @@ def keep_weights_on_host(weights: Iterable[ShardedWeight], optimizer: Optimizer,
         optimizer: it has to keep its moments in host memory (`keep_moments_on_host`).
         mixed_precision: that of the run, as accelerate names it; nothing is moved under "no".
     """
-    dtype = COPIES.get(mixed_precision)
+    dtype = MIXED.get(mixed_precision)
     if dtype is None:
         return
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
