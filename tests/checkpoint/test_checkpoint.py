@@ -134,7 +134,7 @@ def saved_before_a_step(folder: Path, truths: dict[str, dict[str, torch.Tensor]]
 
 
 def test_a_save_before_the_first_step_counts_none(tmp_path):
-    """As where fp16 has skipped the first step: in the run that goes on, and in one that is resumed."""
+    """Both the run that goes on and one that is resumed, as where fp16 has skipped the first step."""
     run_ranks(saved_before_a_step, 2, tmp_path, {kind: after_a_step(kind) for kind in UNSTEPPED})
 
 

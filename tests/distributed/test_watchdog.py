@@ -347,7 +347,7 @@ def test_ctrl_c_ends_ranks_that_wait_for_each_other_before_they_are_killed(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
 def test_sigterm_is_told_and_not_the_broken_connections_that_follow(tmp_path, whom):
-    """To all ranks, or to rank 1 alone, which torchrun tells the other then."""
+    """SIGTERM to all ranks, or to rank 1 alone, which torchrun tells the other then."""
     ended = waiting(tmp_path, whom, "SIGTERM")
     assert ended.code != 0 and not ended.left, ended.output[-3000:]
     rank = "1" if whom == "rank" else r"\d"

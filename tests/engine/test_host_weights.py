@@ -139,7 +139,7 @@ def check_reads(grid: Grid) -> None:
 
 
 def check_penalties(grid: Grid) -> None:
-    """What is computed of weights as wholes has the gradients that it has on the device."""
+    """Sums over whole weights have the gradients that they have on the device."""
     ours, others = Run(grid), Run(grid, "none")
     found = []
     for run in (ours, others):
@@ -257,7 +257,7 @@ def check_refused(grid: Grid) -> None:
 
 
 def check_torch(grid: Grid) -> None:
-    """With a torch whose operators do not ask the class weights stay, and moments move."""
+    """Weights stay and moments move with a torch whose operators do not ask the class."""
     with mock.patch.object(HostDTensor, "__torch_dispatch__", DTensor.__torch_dispatch__):
         ours, others = Run(grid), Run(grid, "none")
     assert optimizer_steps._warn_that_weights_stay.cache_info().currsize == 1
@@ -267,7 +267,7 @@ def check_torch(grid: Grid) -> None:
 
 
 def check_precision(grid: Grid) -> None:
-    """Without mixed precision nothing moves."""
+    """Nothing moves without mixed precision."""
     run = Run(grid, precision="no")
     assert not any(host_weight_of(parameter) for parameter in run.parameters().values())
     assert any(isinstance(parameter, DTensor) for parameter in run.parameters().values())

@@ -97,7 +97,7 @@ def distance(parameters, losses, truth) -> float:
 
 
 def distance_of_vectors(parameters, losses, truth) -> float:
-    """Of all parameters as one vector: AdamW turns the sign of single small gradients into steps."""
+    """Distance of all parameters as one vector: AdamW turns the sign of single small gradients into steps."""
     return low_bit.distance({name: full(value) for name, value in parameters.items()}, truth[2])
 
 
@@ -131,7 +131,7 @@ def adafactor(groups: list[dict]) -> torch.optim.Optimizer:
 
 
 def muon(groups: list[dict]) -> torch.optim.Optimizer:
-    """Of the matrices; norms, which it refuses, stay what they are."""
+    """Muon of the matrices; norms, which it refuses, stay what they are."""
     return torch.optim.Muon(groups[1:], lr=1e-2)
 
 
@@ -152,7 +152,7 @@ RUNS = {
 
 
 class Truth(NamedTuple):
-    """What a run in fp16 is compared with: an optimizer in float64, in a measure, of which a grid is so many times as
+    """The truth of a run in fp16: an optimizer in float64, in a measure, of which a grid is so many times as
     far away as one process."""
 
     make_optimizer: Callable

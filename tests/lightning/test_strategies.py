@@ -53,7 +53,7 @@ class Manual(Module):
 
 
 def _offloaded(folder: Path, grid: Grid) -> None:
-    """With weights and moments in host memory every bit is as without, from a checkpoint of the other kind, too."""
+    """Every bit with weights and moments in host memory is as without, from a checkpoint of the other kind, too."""
     found, counts = [], []
     for offload, ckpt_path in (("none", None), ("optimizer", None), ("optimizer", folder / "none" / FIRST)):
         strategy, place = AxonnStrategy(grid, offload=offload), folder / offload

@@ -277,7 +277,7 @@ def test_log_probabilities_of_a_data_set_without_a_file_are_refused(folder):
 
 
 def eval_loss(folder: Path, grid: Grid | None, prompts: int, processes: int) -> float:
-    """Of GRPO, four completions a prompt, in batches of 8 completions of all data-parallel ranks."""
+    """Loss of GRPO: four completions a prompt, in batches of 8 completions of all data-parallel ranks."""
     rows = 8 // processes
     torch.set_default_dtype(torch.float64)
     try:
@@ -292,14 +292,14 @@ def eval_loss(folder: Path, grid: Grid | None, prompts: int, processes: int) -> 
 
 
 def _evaluated(folder: Path, prompts: list[int]) -> list[tuple[float, float]]:
-    """By stock TRL and Accelerate on two processes, and on z=2."""
+    """Losses of stock TRL and Accelerate on two processes, and on z=2."""
     return [tuple(eval_loss(folder, grid, number, 2) for grid in (None, Grid(z=2))) for number in prompts]
 
 
 @pytest.mark.slow
 def test_the_evaluation_of_groups_is_that_of_trl_on_as_many_processes(folder):
-    """And of one process where the batch of all divides the prompts: else Accelerate cuts losses off the last batch,
-    as many as divide prompts, not completions, whose number has no remainder here."""
+    """One process has the same where the batch of all divides the prompts: else Accelerate cuts losses off the last
+    batch, as many as divide prompts, not completions, whose number has no remainder here."""
     prompts = [8, 6]
     alone = [eval_loss(folder, None, number, 1) for number in prompts]
     for found in run_ranks(_evaluated, 2, folder, prompts):
