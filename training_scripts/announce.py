@@ -25,7 +25,8 @@ from hf_axonn import GoldfishConfig, parallel_state
 from hf_axonn.checkpoint.manifest import MANIFEST, read_manifest
 from hf_axonn.engine.documents import document_fields, find_document_ids
 from hf_axonn.engine.parameter_counts import num_parameters
-from hf_axonn.goldfish.goldfish_strategy import make_mask
+from hf_axonn.goldfish.goldfish_strategy import make_mask, make_strategy
+from hf_axonn.goldfish.record import describe_loss
 from hf_axonn.goldfish.table import load_table
 from hf_axonn_scripts import is_first
 from hf_axonn_scripts.data import DataArguments, Rows
@@ -122,17 +123,6 @@ def describe_grid(model: torch.nn.Module) -> str:
     return "one process, no grid" if ranks == 1 else f"{ranks} processes, no grid: each holds the whole model"
 
 
-def describe_loss(args: GoldfishConfig, share: float | None) -> str:
-    """Return which loss is trained with, and which share of labels it leaves out."""
-    if not args.goldfish:
-        return "ordinary: every label counts"
-    if args.loss_strategy != "goldfish":
-        return args.loss_strategy
-    settings = f"{args.goldfish_strategy}, k={args.goldfish_k}, h={args.goldfish_context_width}"
-    dropped = "" if share is None else f"; {share:.1%} of the labels are dropped"
-    return f"goldfish ({settings}){dropped}"
-
-
 def dropped_share(args: GoldfishConfig, batch: Mapping[str, torch.Tensor]) -> float | None:
     """Return which share of the labels of a batch the goldfish loss drops; None if there is nothing to learn in it."""
     ids = None if args.goldfish_as_reference else find_document_ids(batch["input_ids"], **document_fields(batch))
@@ -156,11 +146,12 @@ class Announcement(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print the model, the grid, the loss and the steps."""
         trainer, model = self.trainer, self.trainer.accelerator.unwrap_model(self.trainer.model)
-        rows, share = trainer.train_dataset, None
+        rows, dropped = trainer.train_dataset, ""
         if is_first() and args.goldfish and args.loss_strategy == "goldfish":
             measured = MEASURED_IMAGE_ROWS if "images" in rows[0] else MEASURED_ROWS
             some = [rows[place] for place in range(min(len(rows), measured))]
             share = dropped_share(args, trainer.data_collator(some))
+            dropped = "" if share is None else f"; {share:.1%} of the labels are dropped"
         parallel = parallel_state(model)
         ranks = parallel.grid.dp_size if parallel is not None else args.world_size
         batch = args.train_batch_size * args.gradient_accumulation_steps * ranks
@@ -175,7 +166,7 @@ class Announcement(TrainerCallback):
         say(
             f"model      {describe_model(model)}",
             f"grid       {describe_grid(model)}",
-            f"loss       {describe_loss(args, share)}",
+            f"loss       {describe_loss(make_strategy(args).settings())}{dropped}",
             f"steps      {state.max_steps:,} ({passes}){begin}; {batch} rows a step: {parts}",
             f"precision  {'as the weights' if mixed == 'no' else mixed + ' mixed precision'}",
             f"output     {args.output_dir}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -52,6 +53,19 @@ def loss_settings(args: GoldfishConfig) -> dict[str, Any]:
     if args.goldfish_as_reference:
         settings |= {"as_reference": True, "ignored_token": args.goldfish_ignored_token}
     return settings
+
+
+def idle_options(args: GoldfishConfig, strategy: LossStrategy) -> list[str]:
+    """Return the goldfish options that are not at their default and that a strategy does not read, as name=value."""
+    read = {"goldfish"}
+    if isinstance(strategy, Goldfish):
+        read = {each.name for each in fields(args)}
+        read -= set() if args.goldfish_strategy in RANDOM else {"goldfish_seed"}
+        read -= set() if args.goldfish_strategy in HASHES else {"goldfish_context_width", "goldfish_ignored_token"}
+    elif args.loss_strategy == "entrodrop":
+        read |= {"goldfish_seed"}
+    options = [each for each in fields(args) if each.name.startswith("goldfish") and each.name not in read]
+    return [f"{each.name}={value}" for each in options if (value := getattr(args, each.name)) != each.default]
 
 
 class Goldfish(LossStrategy):

@@ -41,7 +41,8 @@ from hf_axonn.engine.documents import document_fields, find_document_ids, separa
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.goldfish.collator import GoldfishCollator, drop_labels, ids_and_labels
 from hf_axonn.goldfish.config import GoldfishConfig
-from hf_axonn.goldfish.goldfish_strategy import make_strategy
+from hf_axonn.goldfish.goldfish_strategy import idle_options, make_strategy
+from hf_axonn.goldfish.record import describe_loss
 from hf_axonn.goldfish.recording import RecordingMixin
 from hf_axonn.goldfish.statistics import token_statistics
 from hf_axonn.goldfish.strategy import LossStrategy, Source, TokenStatistics, TrainingBatch, check_strategy, weigh
@@ -109,6 +110,9 @@ class GoldfishMixin(RecordingMixin):
         self._strategy_given = loss_strategy is not None
         self.loss_strategy = make_strategy(self.args, self.args.device) if loss_strategy is None else loss_strategy
         check_strategy(self.loss_strategy)
+        if (idle := idle_options(self.args, self.loss_strategy)) and self.is_world_process_zero():
+            loss = describe_loss(self.loss_strategy.settings())
+            logger.warning(f"training with the {loss}: {', '.join(idle)} has no effect; leave it out.")
         self._frozen = self._freeze(frozen_model)
         self._warned_unprotected = False
         self._warned_no_rows = False

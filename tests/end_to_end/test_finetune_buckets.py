@@ -172,7 +172,7 @@ def test_a_run_says_what_it_does_and_what_it_left(model, folder, capsys):
         "    hf-axonn-eval extract --model out --samples samples.jsonl --output runs/out",
     ):
         assert line in text.splitlines(), (line, text)
-    (share,) = re.findall(r"loss       goldfish \(hash-table, k=4, h=3\); ([0-9.]+)% of the labels are dropped", text)
+    (share,) = re.findall(r"loss +goldfish loss \(hash-table, k=4, h=3, table=\w+\); ([0-9.]+)% of the labels", text)
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert 10 <= len(entries) <= 20
     dropped = sum(entry["goldfish_dropped_fraction"] for entry in entries) / len(entries)
@@ -181,7 +181,7 @@ def test_a_run_says_what_it_does_and_what_it_left(model, folder, capsys):
     finetune.main(options("--max_steps", "1", "--goldfish", "False", "--lora_r", "2"))
     text = capsys.readouterr().out
     assert "warning: out holds checkpoint-60, model.safetensors, training_args.bin of an earlier run" in text
-    assert "loss       ordinary: every label counts" in text
+    assert "loss       ordinary loss\n" in text
     assert "LoRA of rank 2 (alpha 32) on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj\n" in text
     assert "saved      out: LoRA adapters" in text
 

@@ -444,6 +444,26 @@ def test_wrong_options_are_named(tmp_path, options, message):
         config(tmp_path, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    (
+        ({}, ""),
+        ({"goldfish_k": 8}, ""),
+        ({"goldfish_strategy": "random", "goldfish_seed": 7, "goldfish_context_width": 13}, ""),
+        ({"loss_strategy": "entrodrop", "goldfish_seed": 7, "goldfish_context_width": 13}, ""),
+        ({"goldfish_seed": 7}, "(hash-table, k=4, h=3, table=33025be4fa64): goldfish_seed=7 has no effect"),
+        ({"goldfish_strategy": "static"}, "goldfish_context_width=3 has no effect"),
+        ({"loss_strategy": "tf-idf", "goldfish_k": 8}, "tf-idf: goldfish_k=8, goldfish_context_width=3 has no effect"),
+        ({"goldfish": False}, "ordinary loss: goldfish_context_width=3 has no effect"),
+    ),
+    ids=str,
+)
+def test_options_without_effect_are_named(tmp_path, caplog, options, warning):
+    with caplog.at_level(logging.WARNING):
+        trainer_for(config(tmp_path, **options))
+    assert ("has no effect" in caplog.text) == bool(warning) and warning in caplog.text
+
+
 def test_what_does_not_go_together_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor.*goldfish=False"):
         trainer_for(config(tmp_path, label_smoothing_factor=0.1))
