@@ -40,6 +40,11 @@ CHOICES = {
     "save_failure": SAVE_FAILURES,
     "schedule": SCHEDULES,
 }
+READ_ALONG = {  # settings that nothing reads where an axis has one rank
+    "context": ("context_attention",),
+    "pipe": ("schedule", "stages_per_rank", "stage_layers"),
+    "z": ("keep_gathered", "prefetch"),
+}
 GRID_EXAMPLE = "grid: {data: 1, z: 2, y: 1, x: 2}"
 
 
@@ -231,6 +236,16 @@ class AxonnConfig(Settings):
             message = str(error)
             raise ValueError(message if message.startswith("axonn_config") else f"axonn_config: {message}") from None
         return config
+
+    def idle_settings(self) -> list[str]:
+        """Return the settings that differ from their default and that nothing reads on this grid, with the reason."""
+        defaults = {item.name: item.default for item in fields(self)}
+        return [
+            f"{name}={getattr(self, name)} ({axis} is 1)"
+            for axis, names in READ_ALONG.items()
+            for name in names
+            if getattr(self.grid, axis) == 1 and getattr(self, name) != defaults[name]
+        ]
 
     def to_json(self) -> str:
         """Return the section as one line of JSON, which `from_env` reads back."""

@@ -176,7 +176,12 @@ def _plan(model: nn.Module, config: AxonnConfig) -> _Decisions:
             check_four_bit(model, weight_kinds(model, plan), config.grid)
         experts = choose_experts(model, config.grid, requested=config.experts)
         layout = choose_layout(model, plan, y=config.grid.y, requested=config.layout)
-        return _Decisions(plan, layout, experts, rows)
+    idle = config.idle_settings()
+    if config.experts != "auto" and not experts.reason:
+        idle.append(f"experts={config.experts} (the model has none)")
+    if idle and world_rank() == 0:
+        logger.warning(f"settings without effect on the grid {config.grid}: {', '.join(idle)}. Leave them out.")
+    return _Decisions(plan, layout, experts, rows)
 
 
 def _apply(model: nn.Module, decided: _Decisions, config: AxonnConfig, device_type: str) -> ShardedModel:

@@ -132,6 +132,17 @@ def test_values_given_in_code_are_checked_too():
         AxonnConfig(grid=Grid(), reduce_dtype="int8")
 
 
+def test_settings_that_a_grid_does_not_read_are_named_with_the_reason():
+    options = {"schedule": "interleaved", "stages_per_rank": 2, "stage_layers": [1, 2], "context_attention": "keys"}
+    assert AxonnConfig(grid=Grid(x=2), keep_gathered=0, prefetch=7, **options).idle_settings() == [
+        "context_attention=keys (context is 1)", "schedule=interleaved (pipe is 1)", "stages_per_rank=2 (pipe is 1)",
+        "stage_layers=(1, 2) (pipe is 1)", "keep_gathered=0 (z is 1)", "prefetch=7 (z is 1)",
+    ]  # fmt: skip
+    assert not AxonnConfig(grid=Grid(x=2), keep_gathered="recomputed", prefetch="layer").idle_settings()
+    read = dict(options, stage_layers=[1] * 4, keep_gathered=0, prefetch=7)
+    assert not AxonnConfig(grid=Grid(pipe=2, z=2, context=2), **read).idle_settings()
+
+
 def test_the_code_and_the_launch_file_are_joined(monkeypatch):
     monkeypatch.setenv("AXONN_CONFIG", AxonnConfig(grid=Grid(z=2, x=2), keep_gathered=3).to_json())
     launched = AxonnConfig.from_env()

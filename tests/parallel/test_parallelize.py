@@ -8,6 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_axonn import Grid, from_pretrained, parallelize, sync_gradients
+from hf_axonn.config import AxonnConfig
+from hf_axonn.parallel.parallelize import _plan
 from tests.helpers.float64 import Float64, recompute_in_float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -194,3 +196,18 @@ def test_one_rank_leaves_the_model_untouched():
 def test_without_processes_it_says_what_to_do():
     with pytest.raises(RuntimeError, match="accelerate launch or torchrun"):
         parallelize(tiny_model("llama"), Grid(x=2))
+
+
+def test_settings_without_effect_are_named_once(caplog):
+    for kind, options, warning in (
+        ("gemma2", {}, ""),
+        ("mixtral", {"experts": "gather"}, ""),
+        (
+            "gemma2",
+            {"experts": "gather", "prefetch": 7},
+            "prefetch=7 (z is 1), experts=gather (the model has none)",
+        ),
+    ):
+        caplog.clear()
+        _plan(other_model(kind), AxonnConfig(grid=Grid(x=2), **options))
+        assert len(caplog.messages) == bool(warning) and warning in caplog.text
