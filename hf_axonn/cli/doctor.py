@@ -164,8 +164,7 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
     from hf_axonn.checkpoint.model_config import read_config
     from hf_axonn.compat.torch import fake_world
     from hf_axonn.engine.state import parallel_state
-    from hf_axonn.layers.attention_chunks import LARGEST
-    from hf_axonn.parallel.documents import count_mask_bytes, describe_mask
+    from hf_axonn.parallel.documents import describe_large_mask
     from hf_axonn.parallel.parallelize import parallelize
 
     config = read_config(options.model)
@@ -198,8 +197,8 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
     if options.batch is not None:
         _examine_batch(grid, options, findings)
         # Over context masks are made for a range at a time; and small ones are no concern.
-        if grid.context == 1 and count_mask_bytes(model, options.batch, options.seq) > LARGEST:
-            findings.facts.append(f"packing: {describe_mask(model, options.batch, options.seq)}")
+        if grid.context == 1 and (mask := describe_large_mask(model, options.batch, options.seq)):
+            findings.facts.append(f"packing: {mask}")
     _examine_memory(launch, options, config.to_dict(), model, layout, findings)
 
 

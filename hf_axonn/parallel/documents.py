@@ -51,8 +51,12 @@ def count_mask_bytes(model: Any, rows: int, length: int) -> int:
     return max(1, len(kinds)) * rows * length * length * size
 
 
-def describe_mask(model: nn.Module, rows: int, length: int) -> str:
-    """Return how large the masks of packed rows are, in words, where there are any."""
+def describe_large_mask(model: nn.Module, rows: int, length: int) -> str:
+    """Return how large the masks of packed rows are, in words; empty up to `LARGEST`."""
+    return _describe_mask(model, rows, length) if count_mask_bytes(model, rows, length) > LARGEST else ""
+
+
+def _describe_mask(model: nn.Module, rows: int, length: int) -> str:
     size = count_mask_bytes(model, rows, length) / 2**20
     return (
         f"{_implementation(model)} attends in {rows} packed row(s) of {length:,} tokens with a mask of {size:,.1f} "
@@ -64,7 +68,7 @@ def _say_mask(model: nn.Module, rows: int, length: int) -> None:
     size = count_mask_bytes(model, rows, length)
     if size and world_rank() == 0:
         level = logging.WARNING if size > LARGEST else logging.INFO
-        logger.log(level, f"{describe_mask(model, rows, length)}.")
+        logger.log(level, f"{_describe_mask(model, rows, length)}.")
 
 
 def _implementation(model: nn.Module) -> str:
