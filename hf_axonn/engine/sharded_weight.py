@@ -6,6 +6,7 @@ autograd saved of a parameter is then refused after the step, as that of a plain
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import cast
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hf_axonn.compat.torch import like_dtensor, placement_of, shard_has_changed, shard_in, version_of
+from hf_axonn.compat.torch import backward_pass, like_dtensor, placement_of, shard_has_changed, shard_in, version_of
 from hf_axonn.engine.dtensors import shard_of_parameter
 from hf_axonn.engine.host_weights import HostWeight, host_weight_of
 from hf_axonn.engine.weight_layout import WeightLayout
@@ -45,23 +46,26 @@ def _take_finished(slot: GradientSlot, shape: torch.Size, transposed: bool, grad
 
 
 class GradientSlot:
-    """Finished gradients of one weight shard, which wait for the node that hands them to autograd."""
+    """Finished gradients of one weight shard, which wait for the node that hands them to autograd.
+
+    Each pass of autograd takes its own: one that is asked for other gradients (`torch.autograd.grad`, `inputs=`) does
+    not come to the node, and what it has left is nobody's.
+    """
 
     def __init__(self) -> None:
-        self._parts: list[Callable[[], Tensor]] = []
+        self._parts: defaultdict[int, list[Callable[[], Tensor]]] = defaultdict(list)
 
     def add(self, part: Callable[[], Tensor]) -> None:
-        self._parts.append(part)
+        self._parts[backward_pass()].append(part)
 
     def clear(self) -> None:
-        self._parts = []
+        self._parts.clear()
 
     def take(self) -> Tensor | None:
-        """Return the sum of all that was left here, None if nothing was. Waits."""
+        """Return the sum of all that this pass has left here, None if that is nothing. Waits."""
         total = None
-        for part in self._parts:
+        for part in self._parts.pop(backward_pass(), ()):
             total = part() if total is None else total + part()
-        self._parts = []
         return total
 
     def take_or(self, grad: Tensor) -> Tensor:

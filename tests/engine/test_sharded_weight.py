@@ -28,3 +28,13 @@ def test_a_slot_hands_over_what_it_was_promised():
     assert slot.take_or(grad) is grad  # nothing was promised: the gradient itself
     slot.add(lambda: torch.tensor(5.0))
     assert slot.take_or(grad) == 5
+
+
+def test_a_pass_of_autograd_takes_only_what_it_has_left_itself():
+    slot, shard = GradientSlot(), torch.tensor(3.0, requires_grad=True)
+    product = 2 * shard
+    product.register_hook(lambda grad: slot.add(lambda: grad))
+    torch.autograd.grad(product, shard, retain_graph=True)  # leaves a gradient that nobody takes
+    shard.register_hook(slot.take_or)
+    product.backward()
+    assert shard.grad == 1
