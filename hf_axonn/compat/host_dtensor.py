@@ -52,6 +52,20 @@ class HostDTensor(DTensor):
         move_shard(alias, self._local_tensor)
         return alias
 
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:  # as of others (compat/torch.py), but the shard stays where it is
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise ValueError(
+                f"a weight in host memory (offload: optimizer) stays {self.dtype} of shape {tuple(self.shape)}, and "
+                f"its data cannot become {value.dtype} of {tuple(value.shape)}: omit offload."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
     def on_device(self) -> DTensor:
         """Return an ordinary DTensor on the device, outside of the graph: a copy."""
         return self._seen_as(self._local_tensor.detach().to(self.device))

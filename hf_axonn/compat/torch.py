@@ -172,23 +172,24 @@ def as_parameter(tensor: DTensor, requires_grad: bool) -> torch.nn.Parameter:
     return cast(torch.nn.Parameter, parameter)
 
 
-def follow_dtype(parameter: DTensor) -> None:
-    """Let the shard have the dtype that the parameter says it has.
+@functools.cache
+def set_shards_by_data() -> None:
+    """Let `parameter.data = other` of a DTensor on an `unnamed_mesh` have the effect that it has on a plain tensor:
+    torch changes what the DTensor says of itself, as its dtype, and leaves the shard. Once.
 
-    `parameter.data = parameter.data.to(dtype)`, as PEFT and TRL cast what is not quantized, changes the one and not
-    the other.
+    Collectives then: where `other` lies otherwise on the mesh, those of `redistribute`.
     """
-    if parameter._local_tensor.dtype != parameter.dtype:
-        new = lie_as(parameter._local_tensor.detach().to(parameter.dtype), parameter)
-        parameter._local_tensor, parameter._spec = new._local_tensor, new._spec
+    data = torch.Tensor.data
 
+    def set_data(tensor: DTensor, value: torch.Tensor) -> None:
+        own, grid = tensor._spec, grid_of(tensor.device_mesh)
+        if grid is not None and isinstance(value, DTensor) and value.device_mesh is own.mesh:
+            value = value.detach().redistribute(placements=own.placements)
+        data.__set__(tensor, value)
+        if grid is not None and isinstance(value, DTensor):
+            tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
 
-def set_dtype(parameter: DTensor, dtype: torch.dtype) -> None:
-    """Give a DTensor that is a leaf its values in another dtype; the object, and what refers to it, stay. No
-    communication."""
-    new = cast(DTensor, parameter.detach().to(dtype))
-    parameter.data = new
-    parameter._local_tensor, parameter._spec = new._local_tensor, new._spec
+    DTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
 
 
 def apply_of_class(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_axonn.compat.messages import get_logger
-from hf_axonn.compat.torch import set_dtype
 from hf_axonn.distributed.collectives import world_rank
 
 
@@ -54,10 +53,7 @@ def make_masters(parameters: Iterable[torch.Tensor], *, mixed_precision: str) ->
         if not parameter.requires_grad or parameter.dtype not in HALVES:
             continue
         if mixed_precision in MIXED and hasattr(parameter, "dtype_is_open") and parameter.grad is None:
-            if isinstance(parameter, DTensor):
-                set_dtype(parameter, torch.float32)
-            else:
-                parameter.data = parameter.data.float()
+            parameter.data = parameter.data.float()
         else:
             left = parameter.dtype
     if left is not None and world_rank() == 0:

@@ -21,11 +21,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_axonn.architectures.plan import ShardingPlan
-from hf_axonn.compat.torch import follow_dtype
 from hf_axonn.compat.transformers import checkpoints_in_forward, wrap_checkpointing
 from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
@@ -259,10 +257,6 @@ def install_causal_lm(state: ShardedModel, model: nn.Module) -> None:
     signature = inspect.signature(model.forward)
 
     def forward(original: Callable, *args, **kwargs):
-        if state.four_bit:
-            for parameter in model.parameters():
-                if isinstance(parameter, DTensor):
-                    follow_dtype(parameter)
         given = signature.bind_partial(*args, **kwargs).arguments
         logits_to_keep = given.get("logits_to_keep", 0)
         loss = getattr(model, "loss_function", None)

@@ -28,7 +28,13 @@ from hf_axonn.checkpoint.full_state import install_save_pretrained
 from hf_axonn.compat.dtensor_numbers import meet_plain_tensors, total_norm_by
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.peft import without_peft, wrapped_modules
-from hf_axonn.compat.torch import backend_of, default_device_type, quiet_redistribution, read_whole_values
+from hf_axonn.compat.torch import (
+    backend_of,
+    default_device_type,
+    quiet_redistribution,
+    read_whole_values,
+    set_shards_by_data,
+)
 from hf_axonn.compat.torch_checkpoint import refuse_saves_by_threads_on_default_group, refuse_whole_states
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import AxonnConfig
@@ -224,6 +230,7 @@ def _prepare_process() -> None:
     """Let torch, optimizers and PEFT of this process meet sharded parameters. Changes no model."""
     quiet_redistribution()
     read_whole_values()
+    set_shards_by_data()
     refuse_saves_by_threads_on_default_group()
     meet_plain_tensors(whole_number)
     total_norm_by(norm_of_all)

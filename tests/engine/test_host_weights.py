@@ -157,6 +157,12 @@ def on_data(parameter: Tensor, factor: float) -> None:
     parameter.data.mul_(factor)
 
 
+def new_data(parameter: Tensor, factor: float) -> None:
+    before = local(parameter).clone()
+    parameter.data = parameter.data * factor
+    assert torch.equal(local(parameter), before * factor)
+
+
 def on_shard(parameter: Tensor, factor: float) -> None:
     local(parameter).mul_(factor)
 
@@ -180,12 +186,13 @@ def check_changes(grid: Grid) -> None:
                     how(parameter, factor)
 
     same(ours.step(0), others.step(0))
-    for seed, how in enumerate((Tensor.mul_, on_data, on_shard, on_list), 1):
+    for seed, how in enumerate((Tensor.mul_, on_data, new_data, on_list), 1):
         scale(1.5, how)
         ours.loss(seed)
         with nothing_renewed():  # but once
             ours.loss(seed)
         same(ours.step(seed), others.step(seed))
+    scale(1.5, on_shard)
     same(ours.step(5, between=ours.double), others.step(5, between=others.double))
     same(ours.state(), others.state())
     with torch.inference_mode():

@@ -160,10 +160,8 @@ def _casts_and_dtypes(truth):
         loss = model(**tiny_batch(2, 7)).loss
     assert set(seen.values()) == {torch.float32}
     assert 0 < abs(loss - truth["float32"]) and abs(loss - truth["bfloat16"]) < 2e-3
-    # What `parameter.data = parameter.data.to(dtype)` of PEFT and TRL leaves half done.
     norm = model.model.norm.weight
     norm.data = norm.data.to(torch.bfloat16)
-    assert norm.to_local().dtype == torch.float32
     model(**tiny_batch(2, 7))
     assert norm.to_local().dtype == norm.dtype == torch.bfloat16
     assert parallel_state(model).four_bit
