@@ -25,6 +25,7 @@ from hf_axonn.checkpoint.torch_folders import (
     name_unread,
     read_torch_folder,
 )
+from hf_axonn.compat.low_bit_adam import is_adam
 from hf_axonn.compat.torch import lie_as
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import local, local_slices, shard_of
@@ -132,7 +133,8 @@ def take_plain_optimizer(
         group.update({key: value for key, value in before.items() if key != "params"})
         for parameter, place in zip(group["params"], own, strict=True):
             state = in_float32(saved["state"].get(before["params"][place], {}))
-            optimizer.state[parameter] = {key: _like(value, parameter, mesh) for key, value in state.items()}
+            dtype = None if is_adam(optimizer) else parameter.dtype
+            optimizer.state[parameter] = {key: _like(value, parameter, mesh, dtype) for key, value in state.items()}
 
 
 def _take_torch_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -157,7 +159,10 @@ def _take_torch_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, fo
             state = {key.removeprefix(beginning): value for key, value in tensors.items() if key.startswith(beginning)}
             if not state:
                 raise ValueError(f"{folder} has no state of {name}: it is of other parameters than this run trains.")
-            optimizer.state[parameter] = {key: _read_like(value, parameter, mesh) for key, value in state.items()}
+            dtype = None if is_adam(optimizer) else parameter.dtype
+            optimizer.state[parameter] = {
+                key: _read_like(value, parameter, mesh, dtype) for key, value in state.items()
+            }
 
 
 def _group_settings(tensors: dict[str, Pieces], values: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -173,11 +178,12 @@ def _group_settings(tensors: dict[str, Pieces], values: dict[str, Any]) -> dict[
     return settings
 
 
-def _read_like(value: Pieces, parameter: Tensor, mesh: GridMesh) -> Tensor:
-    """Read a moment of the parameter's shape as the parameter is sharded; a step count is read whole."""
+def _read_like(value: Pieces, parameter: Tensor, mesh: GridMesh, dtype: torch.dtype | None) -> Tensor:
+    """Read a moment of the parameter's shape as the parameter is sharded, in a dtype if one is given; a step count is
+    read whole."""
     if value.shape != tuple(parameter.shape) or not isinstance(parameter, DTensor):
         return value[...]
-    return _moment(value[_slices(parameter, mesh)], parameter)
+    return _moment(value[_slices(parameter, mesh)], parameter, dtype)
 
 
 def _places(model: nn.Module, groups: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
@@ -205,16 +211,18 @@ def _places(model: nn.Module, groups: list[dict[str, Any]]) -> tuple[list[int], 
     return [len(names) for names in whole], [[order[group][name] for name in own[group]] for group in range(len(own))]
 
 
-def _like(value: object, parameter: Tensor, mesh: GridMesh) -> object:
-    """Shard a moment of the parameter's shape as the parameter is; a step count stays what it is."""
+def _like(value: object, parameter: Tensor, mesh: GridMesh, dtype: torch.dtype | None) -> object:
+    """Shard a moment of the parameter's shape as the parameter is, in a dtype if one is given; a step count stays what
+    it is."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(parameter, DTensor):
         return value
-    return _moment(shard_of(value, parameter.placements, mesh).clone(), parameter)
+    return _moment(shard_of(value, parameter.placements, mesh).clone(), parameter, dtype)
 
 
-def _moment(shard: Tensor, parameter: DTensor) -> DTensor:
-    """Return this rank's part of a moment as a DTensor that lies as its parameter does."""
-    return lie_as(shard.to(parameter.to_local().device).contiguous(), parameter)
+def _moment(shard: Tensor, parameter: DTensor, dtype: torch.dtype | None) -> DTensor:
+    """Return this rank's part of a moment as a DTensor that lies as its parameter does; torch's `load_state_dict`
+    gives moments the parameter's dtype."""
+    return lie_as(shard.to(parameter.to_local().device, dtype).contiguous(), parameter)
 
 
 def _mesh_of(model: nn.Module) -> GridMesh:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim import AdamW
 
 from hf_axonn import Grid, parallelize
-from hf_axonn.checkpoint.single_process import load_plain_weights
+from hf_axonn.checkpoint.single_process import load_plain_weights, take_plain_optimizer
+from hf_axonn.compat.torch import fake_world
 from tests.benchmarks.architectures.tiny_configs import tiny_model
 from tests.helpers.ranks import run_ranks
 
@@ -111,3 +113,20 @@ def test_parameters_are_filled_in_place(tmp_path):
         save_file(tensors, tmp_path / kind / "model.safetensors")
     (tmp_path / "both" / INDEX).write_text("{}")
     assert run_ranks(_fills, 4, tmp_path) == [[]] * 4
+
+
+def test_moments_get_the_dtype_of_their_parameters():
+    one = AdamW(_with_gradients(nn.Linear(4, 6)).parameters())
+    one.step()
+    with fake_world(2):
+        model, _ = parallelize(nn.Sequential(nn.Linear(4, 6)).bfloat16(), Grid(z=2))
+        resumed = AdamW(_with_gradients(model).parameters())
+        take_plain_optimizer(model, resumed, one.state_dict(), "optimizer.pt")
+        resumed.step()
+        assert {state["exp_avg"].dtype for state in resumed.state.values()} == {torch.bfloat16}
+
+
+def _with_gradients(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model
