@@ -37,6 +37,7 @@ from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.engine.matmul_tuning import MatmulTuner
+from hf_axonn.engine.stage_tensors import over_stages
 from hf_axonn.engine.state import parallel_state
 
 
@@ -142,10 +143,11 @@ def load_sharded(model: nn.Module, directory: str | Path, *, optimizer: torch.op
     checksum first, each by one of the ranks.
 
     Raises:
-        ValueError: the directory is not a complete checkpoint of ours, or lacks the optimizer state that is asked for;
-            on every rank, before anything is changed.
+        ValueError: the directory is not a complete checkpoint of ours, or of another model, or lacks the optimizer
+            state that is asked for; on every rank, before anything is changed.
         SaveError: a save in the background has failed.
-    Collectives: those of `verify_together`; `raise_on_all_ranks` for the model and for the optimizer.
+    Collectives: those of `verify_together`; `raise_on_all_ranks` for the model and for the optimizer; with pipe one
+        of `gather_texts` over it, of names.
     """
     manifest = verify_together(directory)
     load_model(model, directory, manifest)
@@ -189,6 +191,8 @@ def load_model(model: nn.Module, directory: str | Path, manifest: Manifest) -> N
     """Load the model as `load_sharded`, without its check of the files. Raises and communicates as it does."""
     directory = Path(directory)
     state = parallel_state(model)
+    own = list(model_tensors(model)[0]) if manifest.model else []
+    names = {name for stage in ([own] if state is None else over_stages(own, state.grid_mesh)) for name in stage}
     with raise_on_all_ranks(_device()):
         if state is not None and state.tuner is not None and LAYOUTS in manifest.files:
             _load_layouts(state.tuner, directory / LAYOUTS, same_grid=manifest.grid == state.grid)
@@ -197,6 +201,11 @@ def load_model(model: nn.Module, directory: str | Path, manifest: Manifest) -> N
             return
         if not manifest.model:
             raise ValueError(f"{directory} holds adapters, not a whole model: give the model its adapters first.")
+        if more := sorted(manifest.model.keys() - names):
+            raise ValueError(
+                f"{directory} holds {len(more)} tensors that the model does not have, among them "
+                f"{', '.join(more[:3])}: it is a checkpoint of another model."
+            )
         read_weights(model, directory, manifest)
 
 

@@ -176,6 +176,8 @@ def test_what_is_refused(tmp_path):
         load_sharded(tiny_model("smollm2", hidden_size=72), tmp_path / "without")
     with pytest.raises(ValueError, match="lacks 9 tensors"):
         load_sharded(tiny_model("smollm2", num_hidden_layers=3), tmp_path / "without")
+    with pytest.raises(ValueError, match="holds 9 tensors that the model does not have, among them model.layers.1"):
+        load_sharded(tiny_model("smollm2", num_hidden_layers=1), tmp_path / "without")
     manifest, values = check_complete(tmp_path / "with"), tmp_path / "with" / "optimizer" / "values.json"
     shutil.copytree(tmp_path / "without", tmp_path / "with", dirs_exist_ok=True)
     for text in ("[", "[]", "[" * 100_000, "{}", '{"param_groups": 3}'):  # with checksums that fit
