@@ -341,6 +341,19 @@ def own_gradient(layout: WeightLayout, flat: Tensor, dtype: torch.dtype) -> Tens
     return own.to(dtype)
 
 
+def refuse_second_derivatives() -> None:
+    """Refuse to be differentiated again, in a backward pass: autograd does not see how its gradients are made.
+
+    Raises:
+        RuntimeError: it is one with `create_graph=True`.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a backward pass with create_graph=True through a model over a grid, whose gradients cannot be "
+            "differentiated again, as a gradient penalty does: omit create_graph, or train on one process."
+        )
+
+
 class _Multiply(torch.autograd.Function):
     """O = I @ W.T on gathered weights.
 
@@ -367,6 +380,7 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs):
+        refuse_second_derivatives()
         (input_,) = ctx.saved_tensors
         needs_input, entry = ctx.needs_input_grad[0], ctx.entry
         grads, grad_full = list(grad_outputs), None

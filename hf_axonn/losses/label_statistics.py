@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_axonn.distributed.collectives import reduce_
+from hf_axonn.engine.matmul3d import refuse_second_derivatives
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
 from hf_axonn.losses.head_chunks import HeadChunks, HeadGradients
@@ -133,6 +134,7 @@ class _ShardedStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, *_):
+        refuse_second_derivatives()
         hidden, bias, entropy, log_total = ctx.saved_tensors
         chunks = ctx.chunks
         chunks.product.check_unchanged(ctx.version)

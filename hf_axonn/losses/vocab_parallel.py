@@ -28,6 +28,7 @@ from torch.nn.functional import log_softmax, pad
 from hf_axonn.distributed.collectives import reduce_, start_reduce_scatter
 from hf_axonn.distributed.mesh import ROWS
 from hf_axonn.engine.activation_layouts import pad_dim
+from hf_axonn.engine.matmul3d import refuse_second_derivatives
 from hf_axonn.engine.rows import Rows
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.vocabulary import DeferredLogits, check_vocabulary
@@ -234,6 +235,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
+        refuse_second_derivatives()
         if ctx.gradients is None:
             raise RuntimeError(
                 "backward through the loss of a parallelized model a second time: its gradients are formed in the "

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from hf_axonn import parallelize
+from hf_axonn.compat.torch import fake_world
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
@@ -260,3 +262,12 @@ def test_the_error_of_gradients_that_are_reduced(reduce_dtype):
             assert wide[grid] == narrow[grid]
         else:
             assert error < 1e-6 and widened == products
+
+
+def test_second_derivatives_are_refused():
+    """Gradients of a frozen model are in no graph: those of a penalty would be none."""
+    with fake_world(2):
+        model, _ = parallelize(nn.Sequential(nn.Linear(4, 4)).requires_grad_(False), Grid(z=2))
+        value = torch.ones(1, 4, requires_grad=True)
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            torch.autograd.grad(model(value).sum(), value, create_graph=True)

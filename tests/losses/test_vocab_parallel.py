@@ -129,6 +129,8 @@ def _contract() -> None:
         # No label at all: zero, with zero gradients, and no nan.
         nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
         loss = model(**nothing).loss
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            loss.backward(create_graph=True)
         loss.backward()
         assert loss == 0
         with pytest.raises(RuntimeError, match="a second time"):
