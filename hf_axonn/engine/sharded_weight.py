@@ -106,6 +106,7 @@ class ShardedWeight:
         self._current: Tensor | None = None
         self._view_as_block: tuple[Tensor, WeightLayout, Tensor] | None = None
         self._placeholder: tuple[Tensor, Tensor] | None = None
+        self._others: list[tuple[nn.Module, str]] = []
         self.slot = GradientSlot()
 
     @property
@@ -214,8 +215,23 @@ class ShardedWeight:
         view = self._view if host is None else lambda _: self._outline()
         return shard_of_parameter(parameter, view, finish)
 
+    def share_with(self, module: nn.Module, name: str) -> None:
+        """Note another module that has the parameter."""
+        self._others.append((module, name))
+
     def begin_forward(self) -> None:
-        """Forget the pass before; what a broken backward pass left behind is dropped."""
+        """Forget the pass before; what a broken backward pass left behind is dropped.
+
+        Raises:
+            ValueError: a module that shared the parameter has another one now.
+        """
+        for module, name in self._others:
+            if module._parameters[name] is not self.parameter:
+                raise ValueError(
+                    f"{type(self.module).__name__} and {type(module).__name__} had one weight, of shape "
+                    f"{list(self.parameter.shape)}, when the model was sharded, and have two now: untie them before "
+                    "(tie_word_embeddings=False), or call model.tie_weights()."
+                )
         self.slot.clear()
         self._current = None
 

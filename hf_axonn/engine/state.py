@@ -144,16 +144,18 @@ class ParallelState:
         self, module: nn.Module, name: str = "weight", *, flat: bool = False, stays: bool = False
     ) -> ShardedWeight:
         """Return the record of one parameter of a module, one for all modules that share the parameter."""
-        key = id(module._parameters[name])
-        if key not in self._weight_of_parameter:
-            if hasattr(module._parameters[name], "four_bit"):
-                weight: ShardedWeight = FourBitWeight(module, name, self.grid_mesh)
+        parameter = module._parameters[name]
+        weight = self._weight_of_parameter.get(id(parameter))
+        if weight is not None and weight.parameter is parameter:  # not one that is gone, whose id it has
+            weight.share_with(module, name)
+        else:
+            if hasattr(parameter, "four_bit"):
+                weight = FourBitWeight(module, name, self.grid_mesh)
                 self.four_bit = True
             else:
                 weight = ShardedWeight(module, name, transposed=is_conv1d(module), flat=flat, stays=stays)
-            self._weight_of_parameter[key] = weight
-            self.weights.append(self._weight_of_parameter[key])
-        weight = self._weight_of_parameter[key]
+            self._weight_of_parameter[id(parameter)] = weight
+            self.weights.append(weight)
         if isinstance(module, nn.Embedding):
             weight.note_look_ups()
         return weight
