@@ -436,13 +436,14 @@ def _count_moved(model, launch: Launch, size: int) -> int:
     from hf_axonn.compat.host_dtensor import asks_class
     from hf_axonn.engine.dtensors import local
     from hf_axonn.engine.master_weights import MIXED
+    from hf_axonn.engine.sharded_weight import only_multiplied
     from hf_axonn.engine.state import parallel_state
 
     state = parallel_state(model)
     mixed = size == 4 and launch.settings["mixed_precision"] in MIXED
     if state is None or launch.config.offload != "optimizer" or not mixed:
         return 0
-    moved = [weight.parameter for weight in state.weights if weight.only_multiplied]
+    moved = [weight.parameter for weight in only_multiplied(state.weights)]
     if not (moved and isinstance(moved[0], DTensor) and asks_class(moved[0])):
         return 0
     return size * sum(local(parameter).numel() for parameter in moved)

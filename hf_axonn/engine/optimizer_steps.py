@@ -14,7 +14,7 @@ import functools
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -49,7 +49,7 @@ from hf_axonn.engine.host_weights import host_weight_of, to_host
 from hf_axonn.engine.low_bit_adam import places_of, quantize_moments, shard_or_value
 from hf_axonn.engine.master_weights import MIXED
 from hf_axonn.engine.muon import find_mesh, orthogonalize_once
-from hf_axonn.engine.sharded_weight import ShardedWeight
+from hf_axonn.engine.sharded_weight import ShardedWeight, only_multiplied
 
 
 logger = get_logger(__name__)
@@ -196,7 +196,7 @@ def keep_moments_on_host(optimizer: Optimizer, device: torch.device) -> None:
     optimizer.register_load_state_dict_post_hook(_send_home)
 
 
-def keep_weights_on_host(weights: Iterable[ShardedWeight], optimizer: Optimizer, *, mixed_precision: str) -> None:
+def keep_weights_on_host(weights: Sequence[ShardedWeight], optimizer: Optimizer, *, mixed_precision: str) -> None:
     """Move float32 shards that an optimizer trains to host memory, those that nothing but products read in 16 bits.
 
     A second time does nothing. With a torch that cannot have them there they stay, with a warning. No communication.
@@ -211,10 +211,10 @@ def keep_weights_on_host(weights: Iterable[ShardedWeight], optimizer: Optimizer,
         return
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = []
-    for weight in weights:
+    for weight in only_multiplied(weights):
         parameter = weight.parameter
         if id(parameter) in trained and parameter.requires_grad and parameter.dtype == torch.float32:
-            if weight.only_multiplied and host_weight_of(parameter) is None:
+            if host_weight_of(parameter) is None:
                 found.append(weight)
     if found and not asks_class(cast(DTensor, found[0].parameter)):
         _warn_that_weights_stay()

@@ -7,7 +7,7 @@ autograd saved of a parameter is then refused after the step, as that of a plain
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -79,6 +79,13 @@ def placeholder(like: Tensor) -> Tensor:
     return like.new_zeros(()).expand(like.shape)
 
 
+def only_multiplied(weights: Sequence[ShardedWeight]) -> list[ShardedWeight]:
+    """Return the weights whose parameter nothing but products read, in their dtype: not an embedding's, nor that of a
+    head that was tied to one later, as the loader does."""
+    looked_up = {id(weight.parameter) for weight in weights if not weight.only_multiplied}
+    return [weight for weight in weights if id(weight.parameter) not in looked_up]
+
+
 class ShardedWeight:
     """One parameter [N, K] that is sharded over (y, x, z); the modules that share the parameter share this.
 
@@ -90,7 +97,7 @@ class ShardedWeight:
     Attributes:
         keep_gathered: whether the gathered weight is kept from forward to backward.
         stays: whether each rank uses its own shard alone, and nothing is gathered.
-        only_multiplied: whether nothing but products read it, in their dtype; else it is read in its own, too.
+        only_multiplied: whether nothing but products read it here, in their dtype; else it is read in its own, too.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_axonn.config import AxonnConfig
-from hf_axonn.engine.sharded_weight import GradientSlot, ShardedWeight, placeholder
+from hf_axonn.engine.sharded_weight import GradientSlot, ShardedWeight, only_multiplied, placeholder
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.topology.grid import Grid
 from tests.helpers.ranks import fake_mesh
@@ -65,3 +65,12 @@ def test_a_parameter_with_the_id_of_one_that_is_gone_has_a_record_of_its_own():
     weight = state.weight_of(first)
     state._weight_of_parameter[id(second.weight)] = weight  # as if it lay where the first one's weight was
     assert state.weight_of(second).parameter is second.weight and state.weight_of(first) is weight
+
+
+def test_a_head_that_is_tied_later_is_looked_up():
+    embedding, head, linear = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False), nn.Linear(4, 4)
+    weights = [ShardedWeight(module, "weight") for module in (embedding, head, linear)]
+    weights[0].note_look_ups()
+    assert only_multiplied(weights) == weights[1:]
+    head.weight = embedding.weight
+    assert only_multiplied(weights) == weights[2:]
