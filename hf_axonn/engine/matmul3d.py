@@ -491,7 +491,8 @@ class _GatheredWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx, product, shard):
         ctx.product = product
-        return as_matrix(product.gather(product.weights[0].dtype)[0])
+        matrix = as_matrix(product.gather(product.weights[0].dtype)[0])
+        return reshaped_result(matrix, matrix.shape)  # another tensor: the block may be kept, and belong to no graph
 
     @staticmethod
     def backward(ctx, grad):

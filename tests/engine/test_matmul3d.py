@@ -271,3 +271,17 @@ def test_second_derivatives_are_refused():
         value = torch.ones(1, 4, requires_grad=True)
         with pytest.raises(RuntimeError, match="create_graph=True"):
             torch.autograd.grad(model(value).sum(), value, create_graph=True)
+
+
+def test_a_gathered_weight_is_in_no_graph_of_an_earlier_pass():
+    with fake_world(2):
+        mesh = grid_mesh(Grid(data=2), "cpu")
+        state, table = ParallelState(mesh, AxonnConfig(grid=mesh.grid)), nn.Embedding(6, 4)
+        shard_parameters(table, {id(table.weight): WeightKind.VOCABULARY}, state)
+        product = Product(state, [state.weight_of(table)], [weight_layout(WeightKind.VOCABULARY, 6, 4, mesh)])
+        for trained in (True, False):
+            table.weight.requires_grad_(trained)
+            state.context.begin_forward(state.weights)
+            assert gathered_weight(product).requires_grad == trained
+            with torch.no_grad():
+                table.weight.mul_(2)
