@@ -61,12 +61,12 @@ def dispatching_loader(
         DispatchedBatches(loader, mesh, split_batches=split_batches, slice_fn=slice_fn or slice_tensors),
         device=device,
         batch_size=None,
-        collate_fn=as_it_is,
+        collate_fn=take_batch,
         _non_blocking=non_blocking,
     )
 
 
-def as_it_is(batch: Any) -> Any:
+def take_batch(batch: Any) -> Any:
     """Return a batch, which is complete when it has been dispatched."""
     return batch
 

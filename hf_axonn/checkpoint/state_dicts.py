@@ -50,7 +50,7 @@ def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[torch.op
 
 
 @contextlib.contextmanager
-def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _leave_unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keep torch from making the state of an optimizer that has not stepped by a step, which AdamW would count: it
     makes none beside a gradient."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -74,7 +74,7 @@ def flat_optimizer_state(
     Raises:
         ValueError: what its `state_dict()` returns is not the state and the groups of its parameters.
     """
-    with _as_it_is(getattr(optimizer, "optimizer", optimizer)):
+    with _leave_unstepped(getattr(optimizer, "optimizer", optimizer)):
         return _flatten(model, optimizer)
 
 
