@@ -12,7 +12,7 @@ from hf_axonn_eval.data.access import LEVELS, LOGITS, TEXT, TOP_K_LOGITS, WEIGHT
 from hf_axonn_eval.report import tables
 from hf_axonn_eval.report.tables import ATTACKS, Details
 from hf_axonn_eval.report.verdict import DRAWS, count_drawn
-from hf_axonn_eval.report.words import join_words
+from hf_axonn_eval.report.words import join_words, round_mean
 
 
 SCORES = {TOP_K_LOGITS: ("loss", "zlib", "min_k", "reference"), LOGITS: ("min_k_plus_plus",)}  # by the level they need
@@ -80,7 +80,7 @@ def _membership(level: str, comparison: Comparison, name: str) -> str:
     if not known:
         return "membership was not measured (--membership)"
     best = max(known, key=lambda score: abs(known[score]["value"] - 0.5))
-    return f"membership: AUC {known[best]['value']:.3f}{tables.ends_text(known[best])} by {ATTACKS[best]}"
+    return f"membership: AUC {round_mean(known[best]['value'])}{tables.ends_text(known[best])} by {ATTACKS[best]}"
 
 
 _FINDINGS = {

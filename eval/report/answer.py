@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_axonn_eval.report import protocols, tables, training
 from hf_axonn_eval.report.verdict import DRAWS, count_drawn
-from hf_axonn_eval.report.words import count, join_words, times
+from hf_axonn_eval.report.words import count, join_words, round_mean, times
 
 
 METRIC = "exact_match"
@@ -113,11 +113,12 @@ def _leaks(comparison: Comparison) -> list[str]:
         if found:
             score = min(found, key=lambda one: found[one]["auc"]["value"])
             area = found[score]["auc"]
+            turned = round_mean(1 - area["value"])
             sentences.append(
                 f"{name} leaks membership the other way round: the AUC of {tables.ATTACKS.get(score, score)} is "
-                f"{area['value']:.3f}{tables.ends_text(area)}, so controls look more like members than what was "
-                f"seen, and whoever turns the score round tells them apart with {1 - area['value']:.3f}. Controls of "
-                "another kind may do this, and so may training against memorization."
+                f"{round_mean(area['value'])}{tables.ends_text(area)}, so controls look more like members than what "
+                f"was seen, and whoever turns the score round tells them apart with {turned}. Controls of another "
+                "kind may do this, and so may training against memorization."
             )
     return sentences
 

@@ -13,6 +13,7 @@ from hf_axonn_eval.analysis.attack_cost import EASIEST, TRAINED
 from hf_axonn_eval.analysis.coverage import FULL, Book
 from hf_axonn_eval.analysis.goldfish_tokens import DROPPED, SUPERVISED
 from hf_axonn_eval.report.tables import SEEN, Details, bucket_name, difference_text, estimate_text, percent
+from hf_axonn_eval.report.words import write_share
 
 
 MOST_PASSAGES = 10  # of a run in the tables; passages.csv has all
@@ -208,7 +209,7 @@ def _most_covered(runs: Mapping[str, Mapping[str, Any]], threshold: str) -> list
 
 
 def _share(entry: Mapping[str, Any] | None, characters: int) -> str:
-    return "-" if entry is None else f"{entry['characters'] / characters:.2%}"
+    return "-" if entry is None else write_share(entry["characters"] / characters, 2)
 
 
 def _expected_text(row: Mapping[str, Any]) -> str:

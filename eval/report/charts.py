@@ -10,6 +10,8 @@ from html import escape
 from itertools import chain
 from typing import NamedTuple
 
+from hf_axonn_eval.report.words import round_end, round_mean
+
 
 # Of the series on paper; templates/page.css has them, and those for dark, as --s0, --s1, ...
 COLOURS = ("#7a7f87", "#0072b2", "#d55e00", "#009e73", "#aa4499", "#b58900")
@@ -211,8 +213,10 @@ def grid_chart(
 
 def point_text(point: Point) -> str:
     """Write the number, and its interval in brackets."""
-    interval = "" if point.low is None or point.high is None else f" [{point.low:z.3f}, {point.high:z.3f}]"
-    return f"{point.y:z.3f}{interval}"
+    digits, low, high = "z.3f", point.low, point.high
+    known = low is not None and high is not None
+    ends = f" [{round_end(low, high, digits)}, {round_end(high, low, digits)}]" if known else ""
+    return round_mean(point.y, digits) + ends
 
 
 def _line(points: Sequence[Point], x: Axis, y: Axis, number: int) -> list[str]:

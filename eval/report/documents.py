@@ -9,6 +9,7 @@ from hf_axonn_eval.metrics.near_verbatim import PASSES, Block, near_verbatim_blo
 from hf_axonn_eval.metrics.registry import value
 from hf_axonn_eval.report.tables import SEEN, Details, bucket_name
 from hf_axonn_eval.report.texts import OTHER, START, Span, join_spans
+from hf_axonn_eval.report.words import write_share
 
 
 MOST_DOCUMENTS = 5  # whose texts are shown; the table has MOST_ROWS
@@ -63,7 +64,7 @@ def _row(name: str, result: SampleResult, recall: float) -> list[str]:
         name,
         bucket_name(str(result.bucket)),
         f"{words:,}",
-        f"{recall:.1%}",
+        write_share(recall, 1),
         f"{len(blocks):,}",
         f"{max(map(size_of, blocks), default=0):,}",
         f"{result.divergence_point:,} of {result.suffix_length:,}",
@@ -76,7 +77,7 @@ def _answer(name: str, result: SampleResult, recall: float) -> dict[str, Any]:
     recited = {place for block in blocks for run in block for place in range(run.generated, run.generated + run.size)}
     return {
         "run": name,
-        "verdict": f"{recall:.1%} near-verbatim",
+        "verdict": f"{write_share(recall, 1)} near-verbatim",
         "true": _spans(result.suffix_text or "", true),
         "generated": _spans(result.generated_text or "", recited),
     }

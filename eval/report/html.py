@@ -22,6 +22,7 @@ from hf_axonn_eval.report.answer import answer
 from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, grid_chart, line_chart
 from hf_axonn_eval.report.documents import documents
 from hf_axonn_eval.report.texts import text_examples
+from hf_axonn_eval.report.words import round_mean
 
 
 PLOTTED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy", "extraction_strength")
@@ -239,7 +240,7 @@ def _probability(runs: Runs) -> dict[str, Any]:
     found = _by_bucket(runs, curves.probabilities)
     medians = _by_bucket(runs, curves.median_probability)
     rows = [
-        [tables.bucket_name(bucket), name, f"{points[0].y:.3f}", medians[bucket][name]]
+        [tables.bucket_name(bucket), name, round_mean(points[0].y), medians[bucket][name]]
         for bucket, series in found.items()
         for name, points in series.items()
         if points

@@ -20,6 +20,7 @@ from hf_axonn_eval.analysis.coverage import Book
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.visible import PAGE, visible
 from hf_axonn_eval.report.curves import decimal_logarithm
+from hf_axonn_eval.report.words import write_share
 
 
 SHADES = 8
@@ -196,7 +197,7 @@ def _stretches(values: np.ndarray, edges: Sequence[int]) -> tuple[Stretch, ...]:
 def _strip(name: str, drawn: DocumentMap, tokens: int, top: float) -> list[str]:
     left = 110
     scale = (_WIDTH - left) / tokens
-    label = f"{name}: {drawn.extracted} of {drawn.windows} windows verbatim, {drawn.share:.1%} of the text"
+    label = f"{name}: {drawn.extracted} of {drawn.windows} windows verbatim, {write_share(drawn.share, 1)} of the text"
     shapes = [
         f'<text x="{left - 8}" y="{top + _MARK + _STRIP - 3:.1f}" text-anchor="end">{escape(_short(name))}</text>',
         f'<rect class="ground" x="{left}" y="{top + _MARK:.1f}" width="{_WIDTH - left}" height="{_STRIP}">'

@@ -10,7 +10,7 @@ from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.metrics.bleu import NEAR_BLEU
 from hf_axonn_eval.metrics.registry import METRICS
 from hf_axonn_eval.report import protocols, training
-from hf_axonn_eval.report.words import join_words, settings
+from hf_axonn_eval.report.words import join_words, round_end, round_mean, settings, write_share
 
 
 SEEN = "seen"  # heads the column of buckets
@@ -165,7 +165,7 @@ def estimate_text(entry: Mapping[str, Any] | None, *, interval: bool = True) -> 
     """Write a number of a summary: "3 of 12 [0.09, 0.53]", a share, "0.512 [0.40, 0.61]", a mean, or "-", None."""
     if entry is None:
         return "-"
-    mean = f"{entry['count']} of {entry['n']}" if "count" in entry else f"{entry['mean']:z.3f}"
+    mean = f"{entry['count']} of {entry['n']}" if "count" in entry else round_mean(entry["mean"])
     return mean + ends_text(entry) if interval else mean
 
 
@@ -187,7 +187,8 @@ def difference_text(
 
 def ends_text(entry: Mapping[str, Any], digits: str = "z.2f") -> str:
     """Write the interval of an entry, after a space; empty if it has none."""
-    return "" if entry["low"] is None else f" [{entry['low']:{digits}}, {entry['high']:{digits}}]"
+    low, high = entry["low"], entry["high"]
+    return "" if low is None else f" [{round_end(low, high, digits)}, {round_end(high, low, digits)}]"
 
 
 class Details(NamedTuple):
@@ -286,7 +287,7 @@ def inextractability(comparison: Mapping[str, Any]) -> list[Details]:
     groups = list(_groups(comparison, "inextractability"))
     lengths = dict.fromkeys(length for *_, of in groups for length in of.get("lengths", ()))
     body = [
-        [bucket, name, f"{of['least']:.1f}", f"{of['median']:.1f}", f"{of['below_at_most']:.1%}"]
+        [bucket, name, f"{of['least']:.1f}", f"{of['median']:.1f}", write_share(of["below_at_most"], 1)]
         + [f"{of['lengths'][length]['least']:.1f}" if length in of.get("lengths", ()) else "-" for length in lengths]
         for bucket, name, of in groups
     ]
@@ -348,7 +349,7 @@ def membership(comparison: Mapping[str, Any]) -> list[Details]:
         for score, attack in attacks.items():
             rates = [key for key in attack if key.startswith("tpr_at_")]
             area = _value(attack["auc"]) + (
-                f", turned round {1 - attack['auc']['value']:.3f}" if leaks(attack) else ""
+                f", turned round {round_mean(1 - attack['auc']['value'])}" if leaks(attack) else ""
             )
             cells = [f"{attack['members']}, {attack['controls']}", area, *(_value(attack[key]) for key in rates)]
             body.append([bucket, name, ATTACKS.get(score, score), *cells])
@@ -400,7 +401,7 @@ def left_out(comparison: Mapping[str, Any]) -> list[Details]:
 def guesses(comparison: Mapping[str, Any]) -> list[Details]:
     """Give the recall at so many errors, where it was asked how sure the models are of their guesses."""
     found = {name: summary["all"].get("recall_at_errors") for name, summary in comparison["runs"].items()}
-    body = [[name, f"{one['recall']:.3f}", f"{one['n']:,}"] for name, one in found.items() if one]
+    body = [[name, round_mean(one["recall"]), f"{one['n']:,}"] for name, one in found.items() if one]
     errors = next((one["errors"] for one in found.values() if one), 0)
     note = (
         f"Greedy guesses in the order of their loss: the share of all samples that is right before wrong guess "
@@ -471,5 +472,6 @@ def _value(entry: Mapping[str, Any]) -> str:
     if entry["value"] is None:
         return str(entry["why"])
     false = entry.get("false_positive_rate")
-    achieved = f", FPR {false['value']:.2%} [{false['low']:.2%}, {false['high']:.2%}]" if false else ""
-    return f"{entry['value']:.3f}{ends_text(entry)}{achieved}"
+    parts = [write_share(false[key], 2) for key in ("value", "low", "high")] if false else []
+    achieved = ", FPR {} [{}, {}]".format(*parts) if false else ""
+    return f"{round_mean(entry['value'])}{ends_text(entry)}{achieved}"

@@ -11,7 +11,7 @@ from pathlib import PureWindowsPath
 from typing import Any
 
 from hf_axonn_eval.report import tables
-from hf_axonn_eval.report.words import count, join_words, times
+from hf_axonn_eval.report.words import count, join_words, times, write_share
 
 
 Comparison = Mapping[str, Any]
@@ -99,7 +99,7 @@ def _verdict(comparison: Comparison, name: str) -> str:
     some = share + tables.ends_text(seen)
     upper = "how much is compatible with this is not known, of a single document"
     if seen["low"] is not None:
-        upper = f"up to {percent(seen['high'])} is compatible with this"
+        upper = f"up to {write_share(seen['high'])} is compatible with this"
     beside = _beside(comparison, name)
     if not seen["count"]:
         sentence = f"No evidence of verbatim memorization by {name}: {share} came back by greedy decoding; {upper}"
@@ -180,8 +180,3 @@ def _rates(comparison: Comparison) -> list[str]:
 def _at_chance(comparison: Comparison) -> dict[str, Mapping[str, Any]]:
     found = {name: summary.get("chance") for name, summary in comparison["runs"].items()}
     return {name: chance for name, chance in found.items() if chance and chance["no_better"]}
-
-
-def percent(share: float) -> str:
-    """Write a share in percent, with two digits where it is small: 26%, 0.37%."""
-    return f"{share:.0%}" if share >= 0.0995 else f"{100 * share:.2g}%"

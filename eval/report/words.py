@@ -1,6 +1,7 @@
 """Counts and lists in words, for the sentences of a report."""
 
 from collections.abc import Mapping, Sequence
+from math import floor, log10
 from typing import Any
 
 
@@ -34,6 +35,36 @@ def count(number: int, one: str) -> str:
 def times(buckets: Sequence[str]) -> str:
     """Write how often, by the names of buckets: once, 1 or 12 times."""
     return "once" if list(buckets) == ["1"] else f"{join_words(buckets, 'or')} times"
+
+
+def round_mean(number: float, digits: str = "z.3f") -> str:
+    """Write a number; one between 0 and 1 has more digits where it would be written as one of these."""
+    text = f"{number:{digits}}"
+    return _refine(number, digits, float(text)) if 0 < number < 1 and float(text) in (0, 1) else text
+
+
+def round_end(number: float, other: float, digits: str) -> str:
+    """Write an end of an interval, with more digits where -1, 0 or 1 would stand for it and lies nearer to the other
+    end: 0 of 2,000 are not sure to be none.
+    """
+    text = f"{number:{digits}}"
+    inward = (float(text) - number) * (other - number) > 0
+    return _refine(number, digits, float(text)) if inward and float(text) in (-1, 0, 1) else text
+
+
+def write_share(share: float, digits: int = 0) -> str:
+    """Write a share in percent, with two digits where it is small: 26%, 0.37%; only nothing is 0%, only all 100%."""
+    if 0 < share < 0.0995 * 0.1**digits:
+        return f"{100 * share:.2g}%"
+    text = f"{share:.{digits}%}"
+    return text if share >= 1 or float(text[:-1]) < 100 else f"{_refine(100 * share, '.0f', 100)}%"
+
+
+def _refine(number: float, digits: str, written: float) -> str:
+    """Write two digits of how far a number is from what would be written."""
+    sign = digits.partition(".")[0]
+    places = f"{1 - floor(log10(abs(number - written)))}f" if written else "2g"
+    return f"{number:{sign}.{places}}"
 
 
 def settings(entries: Mapping[str, Any]) -> str:

@@ -8,8 +8,8 @@ from hf_axonn.goldfish.record import FORMAT
 from hf_axonn_eval import compare, html_page, write_report
 from hf_axonn_eval.report import tables, training
 from hf_axonn_eval.report.charts import Point, point_text
-from hf_axonn_eval.report.verdict import cannot_show, page_title, percent, verdicts, warnings
-from hf_axonn_eval.report.words import settings
+from hf_axonn_eval.report.verdict import cannot_show, page_title, verdicts, warnings
+from hf_axonn_eval.report.words import settings, write_share
 from hf_axonn_eval.report.write import markdown, terminal_table
 from tests.helpers.eval_support import result
 
@@ -164,13 +164,48 @@ def test_settings_are_words_and_no_python(tmp_path):
 
 def test_what_rounds_to_zero_has_no_sign():
     ends = {"low": -0.004, "high": -0.001}
-    assert tables.estimate_text({"mean": -0.0002, **ends}) == "0.000 [0.00, 0.00]"
-    assert tables.difference_text({"difference": -0.0002, **ends}) == "+0.000 [+0.00, +0.00]"
-    assert point_text(Point(0, -0.0002, -0.0004, -0.0001)) == "0.000 [0.000, 0.000]"
+    assert tables.estimate_text({"mean": -0.0002, **ends}) == "0.000 [-0.004, 0.00]"
+    assert tables.difference_text({"difference": -0.0002, **ends}) == "+0.000 [-0.004, +0.00]"
+    assert point_text(Point(0, -0.0002, -0.0004, -0.0001)) == "0.000 [-0.0004, 0.000]"
+
+
+@pytest.mark.parametrize(
+    ("low", "mean", "high", "text"),
+    [
+        (0, 0, 0.00184, "0.000 [0.00, 0.0018]"),  # 0 of 2,000: there may be some
+        (8.4e-6, 1 / 3000, 0.00186, "0.00033 [0.00, 0.0019]"),
+        (0.99816, 1, 1, "1.000 [0.9982, 1.00]"),
+        (0.99722, 0.9995, 0.99999, "0.99950 [0.9972, 1.00]"),
+        (0, 1e-9, 4e-8, "1e-09 [0.00, 4e-08]"),
+        (0, 0, 0, "0.000 [0.00, 0.00]"),
+    ],
+)
+def test_rounding_makes_no_interval_narrower_than_it_is_at_0_and_1(low, mean, high, text):
+    assert tables.estimate_text({"mean": mean, "low": low, "high": high}) == text
+    assert point_text(Point(0, 0.5, 0.0, 0.0004)) == "0.500 [0.000, 0.0004]"
+    change = {"difference": 0.0, "low": -0.00184, "high": 0.00184}  # nothing changed in 2,000
+    assert tables.difference_text(change) == "+0.000 [-0.0018, +0.0018]"
+    assert tables.difference_text({"difference": -1.0, "low": -1.0, "high": -0.998}) == "-1.000 [-1.00, -0.9980]"
+
+
+@pytest.mark.parametrize(
+    ("share", "digits", "text"),
+    [
+        (3e-5, 1, "0.003%"),  # of 100,000 documents none takes less: not 0.0% of others
+        (20 / 600_000, 2, "0.0033%"),
+        (0.99996, 1, "99.9960%"),
+        (0.99996, 0, "99.9960%"),
+        (0.1234, 2, "12.34%"),
+        (0, 1, "0.0%"),
+        (1, 2, "100.00%"),
+    ],
+)
+def test_only_nothing_is_0_percent_and_only_all_is_100(share, digits, text):
+    assert write_share(share, digits) == text
 
 
 @pytest.mark.parametrize(
     ("share", "told"), [(0.2646, "26%"), (1, "100%"), (0.0037, "0.37%"), (0.036, "3.6%"), (0.0999, "10%")]
 )
 def test_percent(share, told):
-    assert percent(share) == told
+    assert write_share(share) == told
