@@ -153,6 +153,8 @@ def iter_samples(
             tally.beyond += 1
             continue
         tokens, spans = _tokens(document_id, document, tokenizer, sampling, tally)
+        if eos and tokens[-1:] == eos:  # the tokenizer, or who made the ids, put it there
+            tokens = tokens[:-1]
         shortest = max(sampling.needed_in(bucket), sampling.min_document_tokens or 0)
         if len(tokens) < shortest:
             tally.short += 1

@@ -153,8 +153,9 @@ def cost(comparison: Comparison) -> list[Details]:
     numbers_of = [f"n = {int(number):,}" for number in tries]
     bounds = groups[0][2]["bounds"]
     sure = (
-        f"The share is at least that of other documents like these, {bounds['confidence']:.0%} sure for all "
-        f"{bounds['count']} numbers and budgets of a row at once (Bentkus 2004, Bonferroni; a document is one trial)."
+        "Of other documents like these at least the share that is given comes, as the mean over documents of the "
+        f"share of their samples, {percent(comparison)} sure for all {bounds['count']} numbers and budgets of a row "
+        "at once (Bentkus 2004, Bonferroni; a document is one trial)."
     )
     note = f"Expected number of these samples, which is exact for them, and a share. {sure}"
     body = [

@@ -79,6 +79,17 @@ def test_the_beginning_and_the_end():
     assert whole == ("long@0", tuple(range(100, 111)), (111,))
 
 
+@pytest.mark.parametrize("ends", [0, 1])
+def test_an_eos_that_ends_a_document_is_not_put_there_twice(ends):
+    tokenizer = topics_tokenizer()
+    eos = tokenizer.eos_token_id
+    documents = [{"id": str(size), "bucket": 1, "input_ids": [5, 6, 7, 8][:size] + [eos] * ends} for size in (4, 2, 1)]
+    found = build_samples(
+        documents, tokenizer=tokenizer, sampling=Sampling(kind="rest", prefix_length=2, append_eos=True)
+    )
+    assert [(sample.prefix, sample.suffix) for sample in found] == [((5, 6), (7, 8, eos)), ((5, 6), (eos,))]
+
+
 def test_a_window_over_characters_is_tokenized_on_its_own():
     tokenizer = topics_tokenizer()
     text = " ".join(topic["text"] for topic in topics_documents())[:1200]

@@ -139,7 +139,9 @@ def test_costs_by_hand(comparison):
     assert each.rows == [["4x", "base", "-", "-"], ["4x", "trained", "8", "11"]]
     assert budgets.rows[1][:4] == ["4x", "trained", "1,000,000,000 queries", "8.3e+07"]
     assert budgets.rows[1][4].startswith("12, at least ") and budgets.rows[1][5] == "3.3e+08"
-    assert "95% sure for all 3 numbers and budgets" in tries.note
+    assert "mean over documents of the share of their samples, 95% sure for all 3 numbers and budgets" in tries.note
+    stricter = {**comparison, "intervals": {"confidence": 0.999}}
+    assert "99.9% sure" in attacks.cost(stricter)[1].note
 
 
 def test_a_map_from_0_to_1():
