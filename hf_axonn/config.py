@@ -256,13 +256,16 @@ class AxonnConfig(Settings):
         return json.dumps(values)
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> AxonnConfig | None:
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> AxonnConfig | None:
         """Read what the launcher left in AXONN_CONFIG; None where it is not set or empty.
+
+        Args:
+            environ: by default os.environ as it is now: `map(num_proc=...)` of datasets puts a copy in its place.
 
         Raises:
             ValueError: the variable holds something else than a valid section in JSON.
         """
-        text = environ.get(VARIABLE, "")
+        text = (os.environ if environ is None else environ).get(VARIABLE, "")
         if not text:
             return None
         try:

@@ -33,12 +33,13 @@ TRAINER_SETTINGS = ("async_save", "offload", "save_failure")  # that Trainer or 
 ON = ("1", "true", "yes", "y", "t", "on")
 
 
-def refuse_other_engines(grid: Grid, environ: Mapping[str, str] = os.environ) -> None:
+def refuse_other_engines(grid: Grid, environ: Mapping[str, str] | None = None) -> None:
     """Refuse what the environment asks of other engines; a plugin object of Accelerate sets it, too. No communication.
 
     Raises:
         ValueError: another engine is turned on, or the sizes of a ParallelismConfig mean another grid.
     """
+    environ = os.environ if environ is None else environ
     for variable, engine in ENGINES.items():
         if environ.get(variable, "").lower() in ON:
             raise ValueError(
@@ -48,12 +49,13 @@ def refuse_other_engines(grid: Grid, environ: Mapping[str, str] = os.environ) ->
     grid_with_sizes(read_environment(environ), grid, f"the environment ({PREFIX.upper()}*)")
 
 
-def read_environment(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
+def read_environment(environ: Mapping[str, str] | None = None) -> dict[str, int]:
     """Return the sizes of a ParallelismConfig that the environment has, as Accelerate reads them.
 
     Raises:
         ValueError: one is not a whole number of at least 1.
     """
+    environ = os.environ if environ is None else environ
     return read_sizes({name.lower(): value for name, value in environ.items()}, PREFIX)
 
 

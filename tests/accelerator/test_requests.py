@@ -16,7 +16,7 @@ from accelerate.utils import (
 )
 from transformers import Trainer, TrainingArguments
 
-from hf_axonn import AxonnPlugin, Grid, parallelize
+from hf_axonn import AxonnConfig, AxonnPlugin, Grid, parallelize
 from hf_axonn.accelerator.requests import ENGINES, refuse_other_engines
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
@@ -28,6 +28,18 @@ def test_the_environment_of_another_engine(variable):
     with pytest.raises(ValueError, match=rf"{variable}=True asks for .*, and AxonnPlugin for the grid .*z=2"):
         refuse_other_engines(Grid(z=2), {variable: "True"})
     refuse_other_engines(Grid(z=2), {variable: "false"})
+
+
+def test_an_environment_that_came_later_is_read(monkeypatch):
+    """What `map(num_proc=...)` of datasets does: it puts a copy in the place of os.environ, where later settings are."""
+    config = AxonnConfig(grid=Grid(z=2))
+    monkeypatch.setattr(os, "environ", {"AXONN_CONFIG": config.to_json(), "ACCELERATE_USE_FSDP": "true"})
+    assert AxonnConfig.from_env() == config
+    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP=true asks for"):
+        refuse_other_engines(config.grid)
+    monkeypatch.setattr(os, "environ", {"PARALLELISM_CONFIG_TP_SIZE": "2"})
+    with pytest.raises(ValueError, match="tp_size=2"):
+        refuse_other_engines(config.grid)
 
 
 def test_sizes_of_accelerates_own_parallelism():
