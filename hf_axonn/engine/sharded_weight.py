@@ -183,8 +183,9 @@ class ShardedWeight:
 
     @property
     def version(self) -> int:
-        """A number that changes whenever the values change in place."""
-        return version_of(self.module._parameters[self._name])
+        """A number that changes whenever the values change in place, or the module has another parameter."""
+        parameter = self.module._parameters[self._name]
+        return version_of(parameter) + id(parameter)
 
     def note_look_ups(self) -> None:
         """Note that rows are looked up in it, in its own dtype."""

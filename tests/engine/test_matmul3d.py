@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from hf_axonn import parallelize
 from hf_axonn.compat.torch import fake_world
@@ -285,3 +286,13 @@ def test_a_gathered_weight_is_in_no_graph_of_an_earlier_pass():
             assert gathered_weight(product).requires_grad == trained
             with torch.no_grad():
                 table.weight.mul_(2)
+
+
+@pytest.mark.parametrize("axis", ["x", "z"])
+def test_backward_refuses_weights_that_were_there_for_the_forward_pass_alone(axis):
+    with fake_world(2):
+        model, _ = parallelize(nn.Sequential(nn.Linear(4, 4)), Grid(**{axis: 2}))
+        others = {name: parameter * 1.1 for name, parameter in model.named_parameters()}
+        loss = functional_call(model, others, torch.ones(1, 4, requires_grad=True)).sum()
+        with pytest.raises(RuntimeError, match=r"shape \[4, 4\].* or replaced, as after torch.func.functional_call"):
+            loss.backward()
