@@ -294,8 +294,8 @@ class Product:
         shapes = " and ".join(str(list(weight.parameter.shape)) for weight in self.weights)
         raise RuntimeError(
             f"weights of shape {shapes} that backward needs have been modified since the forward pass, by a "
-            "step of an optimizer or in place, or replaced, as after torch.func.functional_call: run backward first, or "
-            "the forward pass again."
+            "step of an optimizer or in place, or replaced, as after torch.func.functional_call: run backward first, "
+            "or the forward pass again."
         )
 
 

@@ -31,7 +31,7 @@ def test_the_environment_of_another_engine(variable):
 
 
 def test_an_environment_that_came_later_is_read(monkeypatch):
-    """What `map(num_proc=...)` of datasets does: it puts a copy in the place of os.environ, where later settings are."""
+    """As after `map(num_proc=...)` of datasets, which puts a copy in the place of os.environ."""
     config = AxonnConfig(grid=Grid(z=2))
     monkeypatch.setattr(os, "environ", {"AXONN_CONFIG": config.to_json(), "ACCELERATE_USE_FSDP": "true"})
     assert AxonnConfig.from_env() == config
