@@ -20,6 +20,7 @@ from hf_axonn.topology.grid import SIZES, Grid
 
 VARIABLE = "AXONN_CONFIG"
 LAUNCH_FILE = "AXONN_LAUNCH_FILE"  # the name of the file, for messages
+NOTEBOOK = "notebook_launcher"  # stands there for a file
 REDUCE_DTYPES = ("float32", "bfloat16", "float64")
 LAYOUTS = ("auto", "token", "feature")
 CONTEXT_ATTENTION = ("auto", "heads", "keys")

@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from hf_axonn.compat.accelerate import check_arguments, parallelism_in_use
-from hf_axonn.config import AxonnConfig, Settings
+from hf_axonn.config import LAUNCH_FILE, NOTEBOOK, AxonnConfig, Settings
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.upstream_sizes import PREFIX, grid_with_sizes, read_sizes
 
@@ -68,7 +68,8 @@ def _check_accelerator(accelerator: Any, arguments: Mapping[str, Any]) -> None:
     """Refuse the grid of an Accelerator that comes after another: all of a process share the state of the first.
 
     Raises:
-        ValueError: the grid or the settings of its AxonnPlugin are not in effect, or a torch_tp_plugin stands beside.
+        ValueError: the grid or the settings of its AxonnPlugin are not in effect, a torch_tp_plugin stands beside, or
+            the mixed precision of notebook_launcher is not, as with TrainingArguments that were made before it.
     """
     requested = getattr(arguments.get("parallelism_config"), "config", None)
     found = getattr(parallelism_in_use()[0], "config", None)
@@ -82,6 +83,12 @@ def _check_accelerator(accelerator: Any, arguments: Mapping[str, Any]) -> None:
         raise ValueError(
             f"torch_tp_plugin asks for Transformers' tensor parallelism, and AxonnPlugin for the grid {found.grid}: "
             "omit torch_tp_plugin, and write its tp_size as the axis x of the grid."
+        )
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if os.environ.get(LAUNCH_FILE) == NOTEBOOK and launched not in ("no", accelerator.mixed_precision):
+        raise ValueError(
+            f"notebook_launcher has mixed_precision={launched!r}, and this Accelerator or Trainer "
+            f"{accelerator.mixed_precision!r}: make TrainingArguments in the function, or change one of the two."
         )
 
 

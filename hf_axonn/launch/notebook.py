@@ -13,20 +13,22 @@ bare `Accelerator()` or `Trainer` uses it.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.post_import import after_import
-from hf_axonn.config import LAUNCH_FILE, PRECISIONS, VARIABLE, AxonnConfig
+from hf_axonn.config import LAUNCH_FILE, NOTEBOOK, PRECISIONS, VARIABLE, AxonnConfig
 from hf_axonn.launch.gpu_settings import gpu_settings, has_nvidia
 from hf_axonn.topology.grid import Grid
 
@@ -94,7 +96,7 @@ def notebook_launcher(
         raise ValueError("mixed_precision is 'fp16', which accelerate ignores on CPUs: write bf16 or no.")
     with tempfile.TemporaryDirectory(prefix="axonn-") as folder:
         result = Path(folder) / "result"
-        environment = {VARIABLE: config.to_json(), LAUNCH_FILE: "notebook_launcher"}
+        environment = {VARIABLE: config.to_json(), LAUNCH_FILE: NOTEBOOK}
         environment["ACCELERATE_MIXED_PRECISION"] = mixed_precision
         if not use_cpu and has_nvidia():
             chosen, notes = gpu_settings(config.grid, os.environ)
@@ -126,10 +128,14 @@ def _run_forked(function: Callable, args: tuple, ranks: int) -> None:
             pass
     finally:  # an interrupt of the notebook may have reached them, too, or this process alone
         end = time.monotonic() + LEAVING
-        for process in context.processes:
-            process.join(max(0.0, end - time.monotonic()))
-            process.kill()
-            process.join()
+        try:
+            for process in context.processes:
+                process.join(max(0.0, end - time.monotonic()))
+        finally:  # a second interrupt ends the waiting
+            for process in context.processes:
+                process.kill()
+            for process in context.processes:
+                process.join()
 
 
 class _Worker:
@@ -163,22 +169,68 @@ class _Worker:
         _use_grid()
         if os.environ["RANK"] != "0":
             after_import("transformers.trainer", _no_table)
+        if not isinstance(sys.stdout, io.TextIOWrapper):  # a kernel's streams
+            sys.stdout, sys.stderr = _WholeLines(sys.stdout), _WholeLines(sys.stderr)
         with failures_reported():
-            value = self.function(*args)
+            value = self._call(args)
         if os.environ["RANK"] == "0":
             self.result.write_bytes(_pickle_result(value))
         note_end()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
+    def _call(self, args: tuple) -> Any:
+        try:
+            return self.function(*args)
+        except SystemExit as end:
+            if end.code:
+                raise
+            return _Lost("the function ended by sys.exit(), so that nothing comes back: None is.")
+        except AttributeError as error:
+            if "_reset_state()" in str(error):  # Accelerate's words for a state that was forgotten
+                error.add_note("An Accelerator or Trainer from before notebook_launcher: make it in the function.")
+            raise
+
+
+class _WholeLines:
+    """A stream of Jupyter's kernel in a forked process, where it sends each write by itself: without this, the words
+    of several ranks would mix within a line."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.begun = ""
+        self.lock = threading.RLock()
+
+    def write(self, text: str) -> int:
+        with self.lock:
+            lines, end, self.begun = (self.begun + text).rpartition("\n")
+            if end:
+                self.stream.write(lines + end)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        with self.lock:
+            rest, self.begun = self.begun, ""
+            if rest:
+                self.stream.write(rest)
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
 
 def _use_grid() -> None:
     """Make accelerate see the grid, as in a process that was launched with a file and imports it after this."""
+    from hf_axonn.accelerator.requests import watch_accelerators
     from hf_axonn.compat.accelerate import forget_state
     from hf_axonn.plugin import install_default
 
     forget_state()
     install_default()
+    watch_accelerators()
 
 
 def _no_table() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from accelerate.utils import (
 from transformers import Trainer, TrainingArguments
 
 from hf_axonn import AxonnConfig, AxonnPlugin, Grid, parallelize
-from hf_axonn.accelerator.requests import ENGINES, refuse_other_engines
+from hf_axonn.accelerator.requests import ENGINES, _check_accelerator, refuse_other_engines
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import collate, token_data
@@ -40,6 +41,15 @@ def test_an_environment_that_came_later_is_read(monkeypatch):
     monkeypatch.setattr(os, "environ", {"PARALLELISM_CONFIG_TP_SIZE": "2"})
     with pytest.raises(ValueError, match="tp_size=2"):
         refuse_other_engines(config.grid)
+
+
+def test_the_mixed_precision_of_a_notebook_is_in_effect_or_refused(monkeypatch):
+    """TrainingArguments from before the launch have a precision of their own, which Trainer gives its Accelerator."""
+    monkeypatch.setenv("AXONN_LAUNCH_FILE", "notebook_launcher")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    _check_accelerator(SimpleNamespace(mixed_precision="bf16"), {})
+    with pytest.raises(ValueError, match="mixed_precision='bf16', .* 'no': make TrainingArguments in the function"):
+        _check_accelerator(SimpleNamespace(mixed_precision="no"), {})
 
 
 def test_sizes_of_accelerates_own_parallelism():

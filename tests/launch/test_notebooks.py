@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import PartialState
 from transformers import PrinterCallback, ProgressCallback, trainer
 
 import hf_axonn
@@ -211,6 +213,77 @@ def test_an_interrupted_cell_leaves_no_ranks(tmp_path, monkeypatch):
             process.kill()
         kernel.kill()
         kernel.join()
+
+
+def test_a_second_interrupt_ends_the_waiting(monkeypatch):
+    def interrupted(timeout=None):
+        if timeout is not None:
+            raise KeyboardInterrupt
+
+    killed = []
+    ranks = [SimpleNamespace(join=interrupted, kill=lambda rank=rank: killed.append(rank)) for rank in range(2)]
+    context = SimpleNamespace(processes=ranks, join=lambda: interrupted(0))
+    monkeypatch.setattr("torch.multiprocessing.start_processes", lambda *_, **__: context)
+    with pytest.raises(KeyboardInterrupt):
+        notebook._run_forked(print, (), 2)
+    assert killed == [0, 1]
+
+
+def test_how_a_function_leaves(tmp_path):
+    """As a script may, or by an object of Accelerate from before the launch, whose state was forgotten."""
+
+    def leave(function, *args):
+        return notebook._Worker(function, {}, tmp_path)._call(args)
+
+    assert "ended by sys.exit()" in leave(sys.exit, 0).text
+    with pytest.raises(SystemExit):
+        leave(sys.exit, 3)
+    with pytest.raises(AttributeError) as raised:
+        leave(lambda: object.__new__(PartialState).process_index)
+    assert "make it in the function" in raised.value.__notes__[0]
+
+
+def test_a_kernels_stream_gets_whole_lines():
+    written = []
+    stream = notebook._WholeLines(SimpleNamespace(write=written.append, flush=lambda: None, encoding="UTF-8"))
+    print("rank", 0, file=stream)
+    stream.writelines(["a\n", "b\nc"])
+    assert written == ["rank 0\n", "a\nb\n"] and stream.encoding == "UTF-8"
+    print(end="", file=stream, flush=True)
+    assert written[2:] == ["c"]
+
+
+CELL = """
+import os
+import hf_axonn
+from transformers import Trainer, TrainingArguments
+
+arguments = TrainingArguments("out", use_cpu=True, report_to="none")
+
+def train():
+    for line in range(200):
+        print("rank", os.environ["RANK"], "line", line)
+    try:
+        Trainer("model", arguments)
+    except ValueError as error:
+        return str(error)
+
+hf_axonn.notebook_launcher(train, grid={"x": 2}, use_cpu=True, mixed_precision="bf16")
+"""
+
+
+@pytest.mark.slow
+def test_what_ranks_print_reaches_a_kernel_in_whole_lines(tmp_path):
+    from nbclient import NotebookClient
+
+    cells = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+    NotebookClient(
+        cells, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    outputs = cells.cells[0].outputs
+    lines = "".join(output["text"] for output in outputs if output.get("name") == "stdout").splitlines()
+    assert sorted(lines) == sorted(f"rank {rank} line {line}" for rank in range(2) for line in range(200))
+    assert "make TrainingArguments in the function" in outputs[-1]["data"]["text/plain"]
 
 
 def wait_until(come, seconds=240):
