@@ -214,9 +214,9 @@ def grid_chart(
 def point_text(point: Point) -> str:
     """Write the number, and its interval in brackets."""
     digits, low, high = "z.3f", point.low, point.high
-    known = low is not None and high is not None
-    ends = f" [{round_end(low, high, digits)}, {round_end(high, low, digits)}]" if known else ""
-    return round_mean(point.y, digits) + ends
+    if low is None or high is None:
+        return round_mean(point.y, digits)
+    return f"{round_mean(point.y, digits)} [{round_end(low, high, digits)}, {round_end(high, low, digits)}]"
 
 
 def _line(points: Sequence[Point], x: Axis, y: Axis, number: int) -> list[str]:

@@ -179,12 +179,12 @@ def set_shards_by_data() -> None:
 
     Collectives then: where `other` lies otherwise on the mesh, those of `redistribute`.
     """
-    data = torch.Tensor.data
+    data: Any = torch.Tensor.data
 
     def set_data(tensor: DTensor, value: torch.Tensor) -> None:
         own, grid = tensor._spec, grid_of(tensor.device_mesh)
         if grid is not None and isinstance(value, DTensor) and value.device_mesh is own.mesh:
-            value = value.detach().redistribute(placements=own.placements)
+            value = cast(DTensor, value.detach()).redistribute(placements=own.placements)
         data.__set__(tensor, value)
         if grid is not None and isinstance(value, DTensor):
             tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
