@@ -24,7 +24,7 @@ from hf_axonn_eval.cli import overlaps as cli_overlaps
 from hf_axonn_eval.cli import report as cli_report
 from hf_axonn_eval.cli import samples as cli_samples
 from hf_axonn_eval.cli import tokens as cli_tokens
-from hf_axonn_eval.cli.common import check_files
+from hf_axonn_eval.cli.common import check_files, check_needs
 from hf_axonn_eval.data.visible import visible
 
 
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = os.environ.get("RANK", "0") == "0"  # what libraries warn of is the same on every rank
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING if first else logging.ERROR)
     try:
+        check_needs(arguments)
         check_files(arguments)
         code: int | None = arguments.command(arguments)
     except (ValueError, OSError, ModuleNotFoundError) as error:

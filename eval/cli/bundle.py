@@ -28,10 +28,10 @@ def add(commands) -> None:
     add("--samples", help="the samples, to check that they are the ones; needs --key")
     add("--key", reads="key", help="the owner's key")
     add("--model", help="the model, to check its fingerprint and ask it again; needs --samples, --key")
-    add("--tokenizer")
-    add("--grid")
-    add("--again", type=at_least_one, default=32, help="samples that the model is asked (default 32)")
-    add("--trust_remote_code")
+    for option in ("--tokenizer", "--grid", "--trust_remote_code"):
+        add(option, needs=("--model",))
+    again = "samples that the model is asked (default 32)"
+    add("--again", needs=("--model",), type=at_least_one, default=32, help=again)
     add("--output", writes="checks", help="also write what came out, as JSON")
 
 

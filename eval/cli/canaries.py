@@ -17,8 +17,8 @@ def add(commands) -> None:
     add("--candidates", type=at_least_one, default=10_000, help="texts to rank among (default 10000)")
     data = "training data, JSON lines; a copy with the canaries is written"
     add("--documents", reads="documents", metavar="FILE", help=data)
-    add("--id_key", help="field for the id of a canary in the copy")
-    add("--text_key", help="field with the text")
+    add("--id_key", needs=("--documents",), help="field for the id of a canary in the copy")
+    add("--text_key", needs=("--documents",), help="field with the text")
     add("--seed", type=int, default=0, help="of the draws (default 0)")
     add("--output", required=True, writes="canaries", help="for canaries.json, candidates.jsonl and documents.jsonl")
     add = command(parts, "rank", "exposure of the canaries in one model", rank)

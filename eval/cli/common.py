@@ -69,17 +69,19 @@ def command(commands, name: str, summary: str, function: Callable[[argparse.Name
     """Add a command, whose function returns its exit code or None for 0.
 
     Returns:
-        Its `add_argument`, which takes two more: `reads`, the kind (data/kinds.py) of the files that an option names,
-        and `writes`, that of what the command writes there. It begins with the entry of OPTIONS, and a metavar by
-        type or kind.
+        Its `add_argument`, which takes three more: `reads`, the kind (data/kinds.py) of the files that an option
+        names, `writes`, that of what the command writes there, and `needs`, options without any of which it does
+        nothing. It begins with the entry of OPTIONS, and a metavar by type or kind.
     """
     parser = commands.add_parser(name, help=summary, description=summary)
     checks: list[tuple[Callable[..., None], str, str, str]] = []
-    parser.set_defaults(command=function, checks=checks)
+    needs: dict[str, Sequence[str]] = {}
+    parser.set_defaults(command=function, checks=checks, needs=needs, default_of=parser.get_default)
 
     def add(option: str, **settings: Any) -> None:
         settings = OPTIONS.get(option, {}) | settings
         files = {check_kind: settings.pop("reads", None), check_output: settings.pop("writes", None)}
+        needs[option] = settings.pop("needs", ())
         kinds = [kind for kind in files.values() if kind is not None]
         if not settings.keys() & {"action", "choices", "metavar"}:
             known = [_METAVARS[key] for key in (settings.get("type"), *kinds) if key in _METAVARS]
@@ -88,6 +90,26 @@ def command(commands, name: str, summary: str, function: Callable[[argparse.Name
         checks.extend((check, place, kind, option) for check, kind in files.items() if kind is not None)
 
     return add
+
+
+def check_needs(arguments: argparse.Namespace) -> None:
+    """Raise ValueError where an option is given that does nothing without another one, or two outputs are one file."""
+
+    def given(option: str) -> bool:
+        name = option.removeprefix("--")
+        return getattr(arguments, name) != arguments.default_of(name)
+
+    for option, needs in arguments.needs.items():
+        if needs and given(option) and not any(map(given, needs)):
+            others = " or ".join(needs)
+            raise ValueError(f"{option} does nothing without {others}: give {others}, too, or leave {option} out.")
+    outputs: dict[str, str] = {}
+    for check, place, _, option in arguments.checks:
+        path = getattr(arguments, place)
+        if check is check_output and path is not None:
+            other = outputs.setdefault(os.path.realpath(path), option)
+            if other != option:
+                raise ValueError(f"{other} and {option} are both {path}: name two files.")
 
 
 def check_files(arguments: argparse.Namespace) -> None:

@@ -30,7 +30,11 @@ def add(commands) -> None:
     files = "directory for report.html, report.md, summary.json, plot.png"
     add("--output", required=True, writes="report", help=files)
     add("--samples", help="what `samples` wrote: the HTML page then shows prefixes")
-    add("--tokenizer", help="to show tokens as text (default: that of the base run, if it is there)")
+    add(
+        "--tokenizer",
+        needs=("--samples",),
+        help="to show tokens as text (default: that of the base run, if it is there)",
+    )
     add("--trust_remote_code")
     add("--examples", type=at_least_one, default=4, help="texts shown of every bucket (default 4)")
     add("--title", metavar="TEXT", help="heading of the report (default: the names of runs and models)")

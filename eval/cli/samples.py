@@ -57,13 +57,16 @@ def add_document_options(add: Callable, *, required: bool = True) -> None:
     forms = "JSON lines or parquet with id, text and bucket; texts; a dataset saved by `datasets`, or hub:OWNER/NAME"
     add("--documents", required=required, default=[], nargs="+", reads="documents", help=forms)
     controls = "the same of documents that were not trained on"
+    needs = () if required else ("--documents", "--control")
     add("--control", nargs="+", default=[], reads="documents", help=controls)
-    add("--id_key", help="field with the document's id")
-    add("--number_documents", action="store_true", help="ids are files and lines or rows, instead of a field")
-    add("--text_key", help="field with its text")
-    add("--bucket_key", default="bucket", metavar="KEY", help="field with how often it was trained on, 0: control")
-    add("--bucket", type=int, help="this number for all --documents, instead of the field")
-    add("--split", metavar="NAME", help="of a dataset that has several")
+    add("--id_key", needs=needs, help="field with the document's id")
+    numbers = "ids are files and lines or rows, instead of a field"
+    add("--number_documents", needs=needs, action="store_true", help=numbers)
+    add("--text_key", needs=needs, help="field with its text")
+    bucket = "field with how often it was trained on, 0: control"
+    add("--bucket_key", needs=needs, default="bucket", metavar="KEY", help=bucket)
+    add("--bucket", needs=("--documents",), type=int, help="this number for all --documents, instead of the field")
+    add("--split", needs=needs, metavar="NAME", help="of a dataset that has several")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -169,7 +172,15 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Protocol | None, Sampling]:
 
 
 def all_documents(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Those of --documents and --control."""
+    """Those of --documents and --control.
+
+    Raises:
+        ValueError: two options that stand in place of each other.
+    """
+    for option, field in (("number_documents", "id_key"), ("bucket", "bucket_key")):
+        given = getattr(arguments, option) not in (None, False)
+        if given and getattr(arguments, field) != arguments.default_of(field):
+            raise ValueError(f"--{option} stands in place of --{field}: give one of the two.")
     trained = [documents_of(arguments, path, bucket=arguments.bucket) for path in arguments.documents]
     controls = [documents_of(arguments, path, bucket=0) for path in arguments.control]
     return chain(*trained, *controls)

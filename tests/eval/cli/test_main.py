@@ -216,6 +216,25 @@ def test_numbers_are_checked_before_anything_is_loaded(wrong, capsys):
     assert f"argument {wrong[0]}: {wrong[1]} is not" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("report --runs a=absent --output absent --tokenizer absent", "--tokenizer does nothing without --samples:"),
+        ("report --runs a=absent --output absent --text_key body", "--text_key does nothing without --documents or "),
+        ("report --runs a=absent --output absent --control x --bucket 2", "--bucket does nothing without --documents"),
+        ("verify absent --again 3", "--again does nothing without --model: give --model, too, or leave --again out."),
+        ("canaries make --output absent --text_key body", "--text_key does nothing without --documents"),
+        ("overlaps --documents absent --output x --drop ./x", "--output and --drop are both ./x: name two files."),
+        ("overlaps --documents absent --output x --bucket 1 --bucket_key seen", "--bucket stands in place of --buck"),
+        ("overlaps --documents absent --output x --number_documents --id_key title", "--number_documents stands in p"),
+    ],
+)
+def test_options_that_do_nothing_or_contradict_each_other_are_refused(command, message, capsys, monkeypatch):
+    monkeypatch.setattr("hf_axonn_eval.__main__.check_files", lambda arguments: None)
+    assert main(command.split()) == 2
+    assert f"error: {message}" in capsys.readouterr().err
+
+
 def test_the_grid_of_the_launcher_is_used(place, tmp_path, capsys, monkeypatch):
     build(place, tmp_path / "samples.jsonl")
     monkeypatch.setenv("AXONN_CONFIG", json.dumps({"grid": {"data": 1, "z": 2, "y": 1, "x": 2}}))
