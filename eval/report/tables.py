@@ -323,7 +323,7 @@ def near_copies(comparison: Mapping[str, Any]) -> list[Details]:
     note = "One pass over each sample, and one token at a time from the first miss on. LCCS: longest run / suffix."
     found = _details("Near copies by greedy decoding", headings, decoded, note)
     searched = list(_groups(comparison, "near_copies"))
-    edits = list(searched[0][2]["edits"]) if searched else []
+    edits = dict.fromkeys(edit for *_, of in searched for edit in of["edits"])
     headings = [SEEN, "model", *(f"k = {edit}" for edit in edits), "tokens read, in draws"]
     note = (
         "Lower bounds, which a search found, for texts within k edits of tokens; 0: the suffix itself. "

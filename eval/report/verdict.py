@@ -16,6 +16,12 @@ from hf_axonn_eval.report.words import count, join_words, times, write_share
 
 Comparison = Mapping[str, Any]
 MOST_NAMED = 5  # runs in the title
+_MEASURED_BY = {  # entries of a run's identity that change numbers, in words
+    "dtype": "the dtype of the weights",
+    "sampler": "the sampler",
+    "near_copies": "the search of near copies",
+    "recite": "how documents are recited",
+}
 DRAWS, P = "1000", "0.5"  # of the stated sampler, if there is one
 
 
@@ -77,7 +83,7 @@ def cannot_show(comparison: Comparison) -> list[str]:
         )
     if len(found) == 1:
         sentences.append("There is one run, so what the model knew before this training is not separated from it.")
-    sentences += _rates(comparison)
+    sentences += [*_measured_otherwise(comparison), *_rates(comparison)]
     if not any("discoverability" in run["all"] for run in comparison["runs"].values()):
         sentences.append(
             "Only greedy continuations of these prefixes were asked: other prompts or many draws may give more."
@@ -161,6 +167,23 @@ def count_drawn(run: Mapping[str, Any], buckets: Sequence[str]) -> tuple[int, in
 
 def _smallest(test: Mapping[str, Any]) -> float:
     return float(test["smallest_p_holm"])
+
+
+def _measured_otherwise(comparison: Comparison) -> list[str]:
+    """Name the settings in which runs differ, of those that change numbers."""
+    identities = {name: (run["run"] or {}).get("identity") for name, run in comparison["runs"].items()}
+    sentences = []
+    for setting, what in _MEASURED_BY.items():
+        values: dict[str, list[str]] = {}
+        for name, identity in identities.items():
+            if identity is not None:
+                values.setdefault(str(identity.get(setting) or "none"), []).append(name)
+        if len(values) > 1:
+            each = join_words([f"{value} for {join_words(names)}" for value, names in values.items()])
+            sentences.append(
+                f"The runs differ in {what} ({each}), and so may their numbers, whatever the models hold."
+            )
+    return sentences
 
 
 def _rates(comparison: Comparison) -> list[str]:

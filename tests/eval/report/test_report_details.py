@@ -1,5 +1,6 @@
 """The further tables of a comparison, from hand-made results."""
 
+from dataclasses import replace
 from math import log
 
 import pytest
@@ -74,6 +75,9 @@ def test_near_copies_and_what_they_cost():
     assert mean.rows[0][2:] == ["0.001", "0.250", "12.0"] and "temperature 1 from all" in mean.note
     assert [cell.partition(" [")[0] for cell in likely.rows[0][2:]] == ["0 of 1", "1 of 1", "12.0"]
     assert tables.near_copies(compare({"base": runs["base"]})) == []
+    fewer = [replace(one, near_copies=one.near_copies[:1]) for one in runs["run"]]
+    _, mean, _ = tables.near_copies(compare({"base": fewer, "run": runs["run"]}))
+    assert mean.headings[2:4] == ["k = 0", "k = 1"], "also what the first run was not asked"
 
 
 def test_what_was_left_out():

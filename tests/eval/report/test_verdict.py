@@ -153,6 +153,19 @@ def test_models_and_training_records_are_tables():
     assert len(training.records(compare({"a": run(0)}, records={"a": earlier}))[1]) == 4
 
 
+def test_runs_that_were_measured_otherwise_are_named():
+    runs = {"base": run(0), "trained": run(12)}
+    records = {name: record() for name in runs}
+    assert not any("differ in" in sentence for sentence in cannot_show(compare(runs, records=records)))
+    other = {"dtype": "bfloat16", "near_copies": "5 edits, 20 beams"}
+    records["trained"] = record(identity=records["base"]["identity"] | other)
+    found = [sentence for sentence in cannot_show(compare(runs, records=records)) if "differ in" in sentence]
+    assert [sentence.partition(")")[0] for sentence in found] == [
+        "The runs differ in the dtype of the weights (float32 for base and bfloat16 for trained",
+        "The runs differ in the search of near copies (none for base and 5 edits, 20 beams for trained",
+    ]
+
+
 def test_settings_are_words_and_no_python(tmp_path):
     assert settings({"a": {"b": 1, "c": None}, "d": [1, {"e": "f"}], "g": None}) == "a (b 1), d 1 (e f)"
     comparison = compare({"base": run(0)}, records={"base": record()})
