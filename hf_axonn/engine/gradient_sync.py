@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,11 +100,13 @@ def averaging(*models: nn.Module, last: bool = True) -> Iterator[None]:
 _unaveraged: weakref.WeakKeyDictionary[ParallelState, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
-def watch_backward(model: nn.Module, state: ParallelState, output: object) -> None:
+def watch_backward(model: nn.Module, state: ParallelState, output: Any) -> None:
     """Note each backward pass through the output of a forward pass, and average at its end where the model does so."""
     if isinstance(output, Tensor):
         if output.requires_grad:
             output.register_hook(partial(_backward_begins, model, state))
+    elif hasattr(type(output), "when_formed"):  # logits that a head has left to be formed
+        output.when_formed(partial(watch_backward, model, state))
     elif isinstance(output, Mapping):
         watch_backward(model, state, tuple(output.values()))
     elif isinstance(output, list | tuple):

@@ -12,11 +12,12 @@ positions and masks off its shape. The head has two ways:
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -276,22 +277,27 @@ class DeferredLogits:
     `full()` does, a collective over (x, y), and over context where that divides the positions of `rows`.
     """
 
-    def __init__(
-        self,
-        head: Head,
-        hidden: Tensor,
-        tokens: Tokens,
-        steps: tuple[Callable, ...] = (),
-        beside: tuple[LowRank, ...] = (),
-        rows: Rows | None = None,
-    ) -> None:
+    def __init__(self, head: Head, hidden: Tensor, tokens: Tokens, rows: Rows | None = None) -> None:
         self.head = head
         self.hidden = hidden
         self.tokens = tokens
-        self.steps = steps
-        self.beside = beside
         self.rows = rows
+        self.steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+        self.beside: tuple[LowRank, ...] = ()
         self._full: Tensor | None = None
+        self._watches: tuple[Callable[[Tensor], object], ...] = ()
+
+    def _change(self, **changes: Any) -> DeferredLogits:
+        """Return a copy that is not formed yet, with other attributes."""
+        changed = copy.copy(self)
+        vars(changed).update(changes, _full=None)
+        return changed
+
+    def when_formed(self, watch: Callable[[Tensor], object]) -> None:
+        """Let `watch` have the logits, of these and of what is made of them, as soon as they are formed."""
+        self._watches += (watch,)
+        if self._full is not None:
+            watch(self._full)
 
     def full(self) -> Tensor:
         """[B, S, V] on every rank of (x, y) and context, each of which then repeats the same work. Collective over
@@ -306,6 +312,8 @@ class DeferredLogits:
                 logits = logits + F.linear(low, replicated_local(adapter.up, mesh, ())).to(logits.dtype)
             logits = self.apply_steps(logits)
             self._full = logits if self.rows is None else self.rows.gather(logits)
+            for watch in self._watches:
+                watch(self._full)
         return self._full
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -328,7 +336,7 @@ class DeferredLogits:
 
     def then(self, step: Callable[[Tensor], Tensor]) -> DeferredLogits:
         """The same logits with one more elementwise step."""
-        return DeferredLogits(self.head, self.hidden, self.tokens, (*self.steps, step), self.beside, self.rows)
+        return self._change(steps=(*self.steps, step))
 
     def map_positions(self, function: Callable[..., tuple[Tensor, ...]], *beside: Tensor) -> tuple[Tensor, ...]:
         """Return what `function` makes of logits [B, L, V] and of `beside`, for whole rows: [B, S] each.
@@ -356,11 +364,11 @@ class DeferredLogits:
 
     def without_rows(self) -> DeferredLogits:
         """Return the logits of this rank's positions alone, of rows that context divides."""
-        return DeferredLogits(self.head, self.hidden, self.tokens, self.steps, self.beside)
+        return self._change(rows=None)
 
     def __add__(self, other):
         if isinstance(other, LowRank) and not self.steps:
-            return DeferredLogits(self.head, self.hidden, self.tokens, (), (*self.beside, other), self.rows)
+            return self._change(beside=(*self.beside, other))
         return self.full() + other
 
     def to(self, *args, **kwargs) -> DeferredLogits | Tensor:

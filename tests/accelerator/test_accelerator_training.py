@@ -293,6 +293,11 @@ def _unaveraged(grids: list[Grid]) -> None:
             optimizer.step()
         sync_gradients(model)
         optimizer.step()
+        optimizer.zero_grad()
+        (model(**batch).logits / 2).logsumexp(-1).mean().backward()  # a loss of one's own beside that of the model
+        with pytest.raises(RuntimeError, match="have not been averaged over the grid"):
+            optimizer.step()
+        sync_gradients(model)
         other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         model(**batch).loss.backward()
         other.step()  # of something else
