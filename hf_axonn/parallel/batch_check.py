@@ -64,7 +64,6 @@ class BatchCheck:
         self._passes = {True: 0, False: 0}
         self._read: dict[bool, tuple[int, int] | None] = {True: None, False: None}  # see `epoch_being_read`
         self._since = {True: _Sum(self.mesh.device), False: _Sum(self.mesh.device)}  # since the last check
-        self._drops: bool | None = None
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> None:
         named = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
@@ -127,11 +126,8 @@ class BatchCheck:
 
     def _uses_random(self) -> bool:
         """Return whether the model drops anything as it now is."""
-        if not self.model.training:
-            return False
-        if self._drops is None:
-            self._drops = any(probability(module, *dropout_names(module))() for module in self.model.modules())
-        return self._drops
+        modules = self.model.modules() if self.model.training else ()
+        return any(probability(module, *dropout_names(module))() for module in modules)
 
 
 class _Sum:

@@ -57,6 +57,15 @@ def test_evaluation_counts_for_itself():
     assert check.compared == [1] * 8
 
 
+def test_random_states_are_compared_while_something_drops():
+    check = Noted(2)
+    check.model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.0))
+    assert not check._uses_random()
+    check.model[1].p = 0.1  # as a schedule, or an adapter that is added later
+    assert check._uses_random()
+    assert not (check.model.eval() and check._uses_random())
+
+
 def test_the_first_pass_of_each_epoch_compares():
     forget_state()
     check = Noted(2)
