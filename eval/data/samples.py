@@ -175,7 +175,8 @@ def counts(about: Mapping[str, Any]) -> dict[str, int] | None:
     """Return the number of `documents` of samples and of those left out, by reason; None if `about` has none."""
     if "left_out" not in about:
         return None
-    return {"documents": about["documents"], **about["left_out"], "not_round_trip": about["not_round_trip"]}
+    copies = {"copies": about["copies"]} if "copies" in about else {}
+    return {"documents": about["documents"], **about["left_out"], "not_round_trip": about["not_round_trip"], **copies}
 
 
 def _line(sample: Sample) -> bytes:

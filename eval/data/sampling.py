@@ -35,6 +35,8 @@ class Tally:
         used: documents that have a sample, by bucket.
         dropped_ids: those of `drop` that were there.
         prefixes, suffixes: samples by the tokens of their prefix and suffix.
+        copies: documents that have a sample, and the tokens of an earlier one; not counted with `deduplicate`.
+        copies_of_other_buckets: those of them whose earlier one is of another bucket.
         begin_with_bos: samples whose first token is the tokenizer's BOS.
         hold_eos: samples with the tokenizer's EOS in the suffix, its last token apart.
     """
@@ -53,6 +55,8 @@ class Tally:
     repetitive: int = 0
     windows_short: int = 0
     not_round_trip: int = 0
+    copies: int = 0
+    copies_of_other_buckets: int = 0
     used: Counter[int] = field(default_factory=Counter)
     dropped_ids: set[str] = field(default_factory=set)
     prefixes: Counter[int] = field(default_factory=Counter)
@@ -92,6 +96,7 @@ class Tally:
             "buckets": {str(bucket): count for bucket, count in sorted(self.buckets.items())},
             "left_out": self.left_out(),
             "not_round_trip": self.not_round_trip,
+            **({"copies": self.copies} if self.copies else {}),
         }
 
     def left_out(self) -> dict[str, int]:
@@ -137,6 +142,7 @@ def iter_samples(
     bos, eos = _special_tokens(sampling, tokenizer)
     seen: set[str] = set()
     buckets = array("q", [0])  # of the documents, which are counted from 1
+    wholes: dict[bytes, int] = {}  # the bucket of the document that had all these tokens first
     kept: dict[bytes, int] = {}  # the number of the document that had these tokens first
     for number, document in enumerate(documents, start=1):
         document_id, bucket = document_identity(number, document)
@@ -169,6 +175,10 @@ def iter_samples(
             tally.short += 1
             continue
         tally.used[bucket] += 1
+        if not sampling.deduplicate:
+            whole = hashlib.blake2b(str(tokens).encode(), digest_size=16).digest()
+            tally.copies += whole in wholes
+            tally.copies_of_other_buckets += wholes.setdefault(whole, bucket) != bucket
         tokens = [*tokens, *eos]
         if seed:
             windows: Iterable[tuple[str, int, list[int], int]] = [("0", 0, tokens, seed)]
@@ -438,6 +448,14 @@ def _log_left_out(tally: Tally, sampling: Sampling) -> None:
             f". {other} of them are of another bucket than the earlier one: the buckets are not disjoint"
             if other
             else "",
+        )
+    if tally.copies:
+        logger.warning(
+            "%d documents have the tokens of an earlier one, %d of them of one of another bucket. Each counts as a "
+            "document of its own, so intervals are too narrow and a control may be a member: leave copies out "
+            "(deduplicate, --deduplicate), or use overlaps.",
+            tally.copies,
+            tally.copies_of_other_buckets,
         )
     if tally.not_round_trip:
         logger.warning(

@@ -102,7 +102,9 @@ def _left_out(comparison: Comparison) -> str:
     left_out = f"this was left out: {join_words(gone)}" if gone else "nothing was left out"
     decoded = counts["not_round_trip"]
     changed = f"; the tokenizer does not give back {count(decoded, 'document')} unchanged" if decoded else ""
-    return f"When the samples were made of {count(counts['documents'], 'document')}, {left_out}{changed}."
+    same = counts["copies"]
+    copies = f"; {same:,} have the tokens of an earlier one, and yet count as documents" if same else ""
+    return f"When the samples were made of {count(counts['documents'], 'document')}, {left_out}{changed}{copies}."
 
 
 def _leaks(comparison: Comparison) -> list[str]:

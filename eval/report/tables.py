@@ -33,6 +33,7 @@ LEFT_OUT = {  # what sampling.Tally counts, and of how many
     "duplicates_of_other_buckets": "of these, samples of another bucket than the earlier one",
     "repetitive_suffixes": "samples whose suffix has too few different tokens",
     "windows_too_short": "windows whose characters give too few tokens",
+    "copies": "documents with the tokens of an earlier one (not left out)",
     "not_round_trip": "documents whose tokens decode to another text (not left out)",
 }
 

@@ -157,6 +157,16 @@ def test_same_tokens_are_one_sample_and_buckets_that_share_them_are_told(caplog)
     assert len(cut([document()], prefix_length=(2, 3), suffix_length=2, deduplicate=True)[0]) == 2
 
 
+def test_copies_of_a_document_are_told_where_they_count_as_documents(caplog):
+    documents = [document("a", bucket=4), document("b", bucket=4), document("c"), document("d", start=7)]
+    with caplog.at_level(logging.WARNING):
+        _, tally = cut(documents, prefix_length=3, suffix_length=2)
+    assert (tally.samples, tally.copies, tally.copies_of_other_buckets, tally.about()["copies"]) == (4, 2, 1, 2)
+    assert "2 documents have the tokens of an earlier one, 1 of them of one of another bucket." in caplog.text
+    _, alone = cut(documents, prefix_length=3, suffix_length=2, deduplicate=True)
+    assert alone.copies == 0 and "copies" not in alone.about()
+
+
 def test_so_many_documents_of_each_bucket():
     documents = [document(f"{bucket}{place}", bucket=bucket) for place in range(3) for bucket in (0, 5)]
     documents.insert(0, document("short", length=2))

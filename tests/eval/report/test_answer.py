@@ -159,6 +159,10 @@ def test_answers_that_rounding_could_change_are_told():
             "9 documents, this was left out: 4 documents dropped by name and 2 duplicate samples; the "
             "tokenizer does not give back 1 document unchanged.",
         ),
+        (
+            {"documents": 9, "copies": 2},
+            "9 documents, nothing was left out; 2 have the tokens of an earlier one, and yet count as documents.",
+        ),
     ],
 )
 def test_what_was_left_out(counts, told):
