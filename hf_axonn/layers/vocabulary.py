@@ -409,6 +409,9 @@ class DeferredLogits:
         length = self.tokens.seq if self.rows is None else self.rows.length
         return torch.Size((self.tokens.batch, length, linear_size(self.head.linear)[0]))
 
+    def __len__(self) -> int:
+        return self.tokens.batch
+
     def __getitem__(self, key) -> Tensor:
         return self.full()[key]
 
@@ -426,3 +429,15 @@ class DeferredLogits:
             return value.full() if isinstance(value, cls) else value
 
         return func(*map(form, args), **{name: form(value) for name, value in (kwargs or {}).items()})
+
+
+def _form_first(name: str) -> Callable[..., Any]:
+    def method(logits: DeferredLogits, *others: Any) -> Any:
+        return getattr(logits.full(), name)(*others)
+
+    return method
+
+
+# Python looks operators up in the class, where `__getattr__` is not asked.
+for _name in "radd sub rsub rtruediv neg abs pow rpow matmul rmatmul eq ne lt le gt ge setitem".split():
+    setattr(DeferredLogits, f"__{_name}__", _form_first(f"__{_name}__"))

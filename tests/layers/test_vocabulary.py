@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from hf_axonn import parallel_state, parallelize
+from hf_axonn.engine.activation_layouts import Tokens
 from hf_axonn.engine.gradient_sync import sync_gradients
+from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.topology.grid import Grid
 from tests.helpers.devices import seeded
 from tests.helpers.models import tiny_model
@@ -161,3 +163,23 @@ def test_which_tables_are_cut_and_that_all_are_right():
         "lent": "replicated",  # two modules use it in different ways
         "scores": "replicated",
     }
+
+
+def test_logits_that_are_not_formed_have_the_operators_of_a_tensor():
+    full = torch.arange(6.0).view(1, 2, 3)
+    logits = DeferredLogits(None, full, Tokens(1, 2, sharded=True))
+    logits._full = full.clone()
+    for made, of_tensor in [
+        (logits - 1, full - 1),
+        (1 - logits, 1 - full),
+        (1 + logits, 1 + full),
+        (-logits, -full),
+        (logits**2, full**2),
+        (logits > 2, full > 2),
+        (logits == full, full == full),
+        (logits != logits, full != full),
+        (torch.stack([*logits]), full),
+    ]:
+        assert made.equal(of_tensor)
+    logits[..., 0] = 7
+    assert (logits[..., 0] == 7).all() and len(logits) == 1 and isinstance(hash(logits), int)
