@@ -211,6 +211,8 @@ def install_default() -> None:
     os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     if not refusal():
         _install_trainer_hooks()
+        if hasattr(sys.modules.get("accelerate"), "Accelerator"):  # a notebook's, with arguments older than the launch
+            watch_accelerators()
         if '"load"' in os.environ.get(VARIABLE, ""):  # it is written where it is not whole
             after_import("transformers.modeling_utils", _install_sharded_loading)
 

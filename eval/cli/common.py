@@ -95,12 +95,12 @@ def command(commands, name: str, summary: str, function: Callable[[argparse.Name
 def check_needs(arguments: argparse.Namespace) -> None:
     """Raise ValueError where an option is given that does nothing without another one, or two outputs are one file."""
 
-    def given(option: str) -> bool:
+    def is_given(option: str) -> bool:
         name = option.removeprefix("--")
         return getattr(arguments, name) != arguments.default_of(name)
 
     for option, needs in arguments.needs.items():
-        if needs and given(option) and not any(map(given, needs)):
+        if needs and is_given(option) and not any(map(is_given, needs)):
             others = " or ".join(needs)
             raise ValueError(f"{option} does nothing without {others}: give {others}, too, or leave {option} out.")
     outputs: dict[str, str] = {}

@@ -224,13 +224,11 @@ class _WholeLines:
 
 def _use_grid() -> None:
     """Make accelerate see the grid, as in a process that was launched with a file and imports it after this."""
-    from hf_axonn.accelerator.requests import watch_accelerators
     from hf_axonn.compat.accelerate import forget_state
     from hf_axonn.plugin import install_default
 
     forget_state()
     install_default()
-    watch_accelerators()
 
 
 def _no_table() -> None:
