@@ -69,19 +69,21 @@ def command(commands, name: str, summary: str, function: Callable[[argparse.Name
     """Add a command, whose function returns its exit code or None for 0.
 
     Returns:
-        Its `add_argument`, which takes three more: `reads`, the kind (data/kinds.py) of the files that an option
-        names, `writes`, that of what the command writes there, and `needs`, options without any of which it does
-        nothing. It begins with the entry of OPTIONS, and a metavar by type or kind.
+        Its `add_argument`, which takes four more: `reads`, the kind (data/kinds.py) of the files that an option
+        names, `writes`, that of what the command writes there, `needs`, options without any of which it does
+        nothing, and `replaces`, one beside which it is refused. It begins with the entry of OPTIONS, and a metavar by
+        type or kind.
     """
     parser = commands.add_parser(name, help=summary, description=summary)
     checks: list[tuple[Callable[..., None], str, str, str]] = []
     needs: dict[str, Sequence[str]] = {}
-    parser.set_defaults(command=function, checks=checks, needs=needs, default_of=parser.get_default)
+    replaces: dict[str, str | None] = {}
+    parser.set_defaults(command=function, checks=checks, needs=needs, replaces=replaces, default_of=parser.get_default)
 
     def add(option: str, **settings: Any) -> None:
         settings = OPTIONS.get(option, {}) | settings
         files = {check_kind: settings.pop("reads", None), check_output: settings.pop("writes", None)}
-        needs[option] = settings.pop("needs", ())
+        needs[option], replaces[option] = settings.pop("needs", ()), settings.pop("replaces", None)
         kinds = [kind for kind in files.values() if kind is not None]
         if not settings.keys() & {"action", "choices", "metavar"}:
             known = [_METAVARS[key] for key in (settings.get("type"), *kinds) if key in _METAVARS]
@@ -93,7 +95,8 @@ def command(commands, name: str, summary: str, function: Callable[[argparse.Name
 
 
 def check_needs(arguments: argparse.Namespace) -> None:
-    """Raise ValueError where an option is given that does nothing without another one, or two outputs are one file."""
+    """Raise ValueError where an option is given that does nothing without another one, or with one whose place it
+    takes, or where two outputs are one file."""
 
     def is_given(option: str) -> bool:
         name = option.removeprefix("--")
@@ -103,6 +106,9 @@ def check_needs(arguments: argparse.Namespace) -> None:
         if needs and is_given(option) and not any(map(is_given, needs)):
             others = " or ".join(needs)
             raise ValueError(f"{option} does nothing without {others}: give {others}, too, or leave {option} out.")
+    for option, replaced in arguments.replaces.items():
+        if replaced is not None and is_given(option) and is_given(replaced):
+            raise ValueError(f"{option} stands in place of {replaced}: give one of the two.")
     outputs: dict[str, str] = {}
     for check, place, _, option in arguments.checks:
         path = getattr(arguments, place)

@@ -61,11 +61,12 @@ def add_document_options(add: Callable, *, required: bool = True) -> None:
     add("--control", nargs="+", default=[], reads="documents", help=controls)
     add("--id_key", needs=needs, help="field with the document's id")
     numbers = "ids are files and lines or rows, instead of a field"
-    add("--number_documents", needs=needs, action="store_true", help=numbers)
+    add("--number_documents", needs=needs, replaces="--id_key", action="store_true", help=numbers)
     add("--text_key", needs=needs, help="field with its text")
     bucket = "field with how often it was trained on, 0: control"
     add("--bucket_key", needs=needs, default="bucket", metavar="KEY", help=bucket)
-    add("--bucket", needs=("--documents",), type=int, help="this number for all --documents, instead of the field")
+    number = "this number for all --documents, instead of the field"
+    add("--bucket", needs=("--documents",), replaces="--bucket_key", type=int, help=number)
     add("--split", needs=needs, metavar="NAME", help="of a dataset that has several")
 
 
@@ -172,15 +173,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Protocol | None, Sampling]:
 
 
 def all_documents(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Those of --documents and --control.
-
-    Raises:
-        ValueError: two options that stand in place of each other.
-    """
-    for option, field in (("number_documents", "id_key"), ("bucket", "bucket_key")):
-        given = getattr(arguments, option) not in (None, False)
-        if given and getattr(arguments, field) != arguments.default_of(field):
-            raise ValueError(f"--{option} stands in place of --{field}: give one of the two.")
+    """Those of --documents and --control."""
     trained = [documents_of(arguments, path, bucket=arguments.bucket) for path in arguments.documents]
     controls = [documents_of(arguments, path, bucket=0) for path in arguments.control]
     return chain(*trained, *controls)

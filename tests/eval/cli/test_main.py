@@ -226,6 +226,7 @@ def test_numbers_are_checked_before_anything_is_loaded(wrong, capsys):
         ("canaries make --output absent --text_key body", "--text_key does nothing without --documents"),
         ("overlaps --documents absent --output x --drop ./x", "--output and --drop are both ./x: name two files."),
         ("overlaps --documents absent --output x --bucket 1 --bucket_key seen", "--bucket stands in place of --buck"),
+        ("overlaps --documents absent --output x --bucket 0 --bucket_key seen", "--bucket stands in place of --buck"),
         ("overlaps --documents absent --output x --number_documents --id_key title", "--number_documents stands in p"),
     ],
 )
