@@ -240,12 +240,11 @@ class AxonnConfig(Settings):
 
     def idle_settings(self) -> list[str]:
         """Return the settings that differ from their default and that nothing reads on this grid, with the reason."""
-        defaults = {item.name: item.default for item in fields(self)}
         return [
             f"{name}={getattr(self, name)} ({axis} is 1)"
             for axis, names in READ_ALONG.items()
             for name in names
-            if getattr(self.grid, axis) == 1 and getattr(self, name) != defaults[name]
+            if getattr(self.grid, axis) == 1 and getattr(self, name) != getattr(type(self), name)
         ]
 
     def to_json(self) -> str:

@@ -25,7 +25,7 @@ from hf_axonn import GoldfishConfig, parallel_state
 from hf_axonn.checkpoint.manifest import MANIFEST, read_manifest
 from hf_axonn.engine.documents import document_fields, find_document_ids
 from hf_axonn.engine.parameter_counts import num_parameters
-from hf_axonn.goldfish.goldfish_strategy import make_mask, make_strategy
+from hf_axonn.goldfish.goldfish_strategy import make_mask
 from hf_axonn.goldfish.record import describe_loss
 from hf_axonn.goldfish.table import load_table
 from hf_axonn_scripts import is_first
@@ -166,7 +166,7 @@ class Announcement(TrainerCallback):
         say(
             f"model      {describe_model(model)}",
             f"grid       {describe_grid(model)}",
-            f"loss       {describe_loss(make_strategy(args).settings())}{dropped}",
+            f"loss       {describe_loss(trainer.loss_strategy.settings())}{dropped}",
             f"steps      {state.max_steps:,} ({passes}){begin}; {batch} rows a step: {parts}",
             f"precision  {'as the weights' if mixed == 'no' else mixed + ' mixed precision'}",
             f"output     {args.output_dir}",
