@@ -89,14 +89,17 @@ def distribute_when_built(
         yield {"distributed_config": DistributedConfig()}, missing
 
 
-def fill(model: PreTrainedModel, stored: dict[str, Any], part_of: Callable[[DTensor], Region]) -> set[str]:
+def fill(
+    model: PreTrainedModel, stored: dict[str, Any], part_of: Callable[[DTensor], Region]
+) -> tuple[set[str], set[str]]:
     """Fill the parameters and buffers of a parallelized Transformers model in place, this rank's parts alone.
 
     Args:
         stored: slices of safetensors by the names of a checkpoint, which may lay weights out in another way.
         part_of: what this rank has of a parameter.
     Returns:
-        Names of what the checkpoint lacks, or has in another size.
+        Names of what the checkpoint lacks, or has in another size, and of what the model does not have; without those
+        that the model's class ignores.
     """
     from transformers import core_model_loading
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -126,8 +129,8 @@ def fill(model: PreTrainedModel, stored: dict[str, Any], part_of: Callable[[DTen
             options = LoadStateDictConfig(weight_mapping=mapping)
             info, _ = core_model_loading.convert_and_load_state_dict_in_model(model, stored, options)
     vars(model)["_weight_conversions"] = before
-    missing: set[str] = info.missing_keys
-    return missing
+    model._adjust_missing_and_unexpected_keys(info)
+    return info.missing_keys, info.unexpected_keys
 
 
 @dataclass(frozen=True)

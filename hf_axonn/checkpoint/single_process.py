@@ -42,10 +42,10 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
     """Fill a parallelized model from a checkpoint of one process, or of others (torch_folders.py); of a model with
     adapters, the adapters.
 
-    Every rank reads its own slices. No communication.
+    Every rank reads its own slices. Collectives: with pipe one `gather_texts` over it, of names; else none.
 
     Raises:
-        ValueError: the directory has no safetensors weights, or lacks some of the model's.
+        ValueError: the directory has no safetensors weights, lacks some of the model's, or has others beside them.
     """
     directory = Path(directory)
     if hasattr(model, "peft_config"):
@@ -53,16 +53,22 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
     from transformers import PreTrainedModel
 
     mesh = _mesh_of(model)
+    names = {name for stage in over_stages(list(model.state_dict()), mesh) for name in stage}
     with contextlib.ExitStack() as stack:
         stored = _read_weights(directory, stack)
         if isinstance(model, PreTrainedModel):
-            missing = fill(model, stored, lambda parameter: _slices(parameter, mesh))
+            missing, unexpected = fill(model, stored, lambda parameter: _slices(parameter, mesh))
             missing -= set(getattr(model, "all_tied_weights_keys", {}))
         else:
-            missing = _fill_by_name(model, stored, mesh)
+            missing, unexpected = _fill_by_name(model, stored, mesh)
     if missing:
         raise ValueError(
             f"{directory} lacks {len(missing)} weights of the model, among them {', '.join(sorted(missing)[:3])}."
+        )
+    if more := sorted(unexpected - names):
+        raise ValueError(
+            f"{directory} holds {len(more)} tensors that the model does not have, among them {', '.join(more[:3])}: it "
+            "is a checkpoint of another model."
         )
 
 
@@ -78,8 +84,8 @@ def _read_weights(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any
     return {name: readers[file].get_slice(name) for name, file in files.items()}
 
 
-def _fill_by_name(model: nn.Module, stored: dict[str, Any], mesh: GridMesh) -> set[str]:
-    """Fill a module whose names are those of the checkpoint; returns the names that it lacks."""
+def _fill_by_name(model: nn.Module, stored: dict[str, Any], mesh: GridMesh) -> tuple[set[str], set[str]]:
+    """Fill a module whose names are those of the checkpoint; returns as `fill`."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     missing = model.state_dict().keys() & tensors.keys() - stored.keys()
     if not missing:
@@ -89,7 +95,7 @@ def _fill_by_name(model: nn.Module, stored: dict[str, Any], mesh: GridMesh) -> s
             shard = local(own)
             with torch.no_grad():
                 shard.copy_(stored[name][_slices(own, mesh)])
-    return missing
+    return missing, stored.keys() - tensors.keys()
 
 
 def load_plain_optimizer(

@@ -77,6 +77,9 @@ def _fills(folder: Path) -> list[str]:
         load_plain_weights(parallelize(tiny_model("llama"), GRIDS[0])[0], folder / "without")
     with pytest.raises(ValueError, match="lacks 1 weights of the model, among them 2.bias"):
         load_plain_weights(parallelize(_small(), GRIDS[0])[0], folder / "module without")
+    for model, kind in ((tiny_model("llama"), "more"), (_small(), "module more")):
+        with pytest.raises(ValueError, match="holds 1 tensors that the model does not have, among them another.weight: it "):
+            load_plain_weights(parallelize(model, GRIDS[0])[0], folder / kind)
     for kind, (_, words) in DAMAGES.items():
         with pytest.raises(ValueError, match=words):
             load_plain_weights(parallelize(_small(), GRIDS[0])[0], folder / kind)
@@ -96,14 +99,17 @@ def test_parameters_are_filled_in_place(tmp_path):
         "experts.1.w1" in key for file in (tmp_path / "mixtral").glob("*.safetensors") for key in load_file(file)
     )
     assert len(list((tmp_path / "llama").glob("*.safetensors"))) > 1
-    weights = tiny_model("llama").state_dict()
-    del weights["model.norm.weight"]
-    modules = _small().state_dict()
-    for name, tensors in {"without": weights, "module": modules, "module without": modules}.items():
+    weights, modules, more = tiny_model("llama").state_dict(), _small().state_dict(), {"another.weight": torch.ones(2)}
+    folders = {
+        "without": {name: value for name, value in weights.items() if name != "model.norm.weight"},
+        "more": weights | more | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)},  # of old releases
+        "module": modules,
+        "module without": {name: value for name, value in modules.items() if name != "2.bias"},
+        "module more": modules | more,
+    }
+    for name, tensors in folders.items():
         (tmp_path / name).mkdir()
-        left_out = "2.bias" if name == "module without" else ""
-        kept = {key: its.clone() for key, its in tensors.items() if key != left_out}
-        save_file(kept, tmp_path / name / "model.safetensors")
+        save_file({key: value.clone() for key, value in tensors.items()}, tmp_path / name / "model.safetensors")
     for kind, (make, _) in DAMAGES.items():
         (tmp_path / kind).mkdir()
         make(tmp_path / kind)
