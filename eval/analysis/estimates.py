@@ -44,7 +44,7 @@ def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], t
     if any(not np.isnan(column).all() for column in needed.values()):
         entry["discoverability"] = {
             chance: {
-                "median_n": _finite(np.nanquantile(column, 0.5, method="higher")),
+                "median_n": _finite(np.nanquantile(column, 0.5, method="lower")),
                 "tries": {str(number): found[f"discoverable.{chance}.{number}"] for number in tries},
             }
             for chance, column in needed.items()

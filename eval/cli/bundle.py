@@ -25,9 +25,10 @@ def add(commands) -> None:
     add = command(commands, "verify", "check a bundle: exit code 1 if anything in it contradicts", run_verify)
     add("bundle", reads="bundle", metavar="BUNDLE", help="what `bundle` wrote; its signature is looked for beside it")
     add("--signers", metavar="FILE", help="allowed signers, as of `ssh-keygen -Y verify`")
-    add("--samples", help="the samples, to check that they are the ones; needs --key")
-    add("--key", reads="key", help="the owner's key")
-    add("--model", help="the model, to check its fingerprint and ask it again; needs --samples, --key")
+    add("--samples", needs=("--key",), help="the samples, to check that they are the ones; needs --key")
+    add("--key", needs=("--samples",), reads="key", help="the owner's key; needs --samples")
+    model = "the model, to check its fingerprint and ask it again; needs --samples, --key"
+    add("--model", needs=("--samples",), help=model)
     for option in ("--tokenizer", "--grid", "--trust_remote_code"):
         add(option, needs=("--model",))
     again = "samples that the model is asked (default 32)"

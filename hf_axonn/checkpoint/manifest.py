@@ -249,6 +249,15 @@ def refuse(directory: str | Path, problems: list[str]) -> None:
         )
 
 
+def refuse_others(directory: str | Path, names: Iterable[str]) -> None:
+    """Raise ValueError if a checkpoint holds tensors, by `names`, that the model does not have."""
+    if more := sorted(names):
+        raise ValueError(
+            f"{directory} holds {len(more)} tensors that the model does not have, among them {', '.join(more[:3])}: "
+            "it is a checkpoint of another model."
+        )
+
+
 def check_complete(directory: str | Path, *, contents: bool = True) -> Manifest:
     """Return the manifest of a checkpoint whose files are all there and unchanged. On one process.
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from hf_axonn.checkpoint.adapter_files import load_adapters, save_adapters
 from hf_axonn.checkpoint.commit import OPTIMIZER, recover
-from hf_axonn.checkpoint.manifest import Manifest, find_problems, read_manifest, refuse
+from hf_axonn.checkpoint.manifest import Manifest, find_problems, read_manifest, refuse, refuse_others
 from hf_axonn.checkpoint.save import Save, finish_saves
 from hf_axonn.checkpoint.shard_files import ShardReader
 from hf_axonn.checkpoint.state_dicts import (
@@ -201,11 +201,7 @@ def load_model(model: nn.Module, directory: str | Path, manifest: Manifest) -> N
             return
         if not manifest.model:
             raise ValueError(f"{directory} holds adapters, not a whole model: give the model its adapters first.")
-        if more := sorted(manifest.model.keys() - names):
-            raise ValueError(
-                f"{directory} holds {len(more)} tensors that the model does not have, among them "
-                f"{', '.join(more[:3])}: it is a checkpoint of another model."
-            )
+        refuse_others(directory, manifest.model.keys() - names)
         read_weights(model, directory, manifest)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.adapter_files import load_adapters
 from hf_axonn.checkpoint.hf_loader import fill, refuse_integers
+from hf_axonn.checkpoint.manifest import refuse_others
 from hf_axonn.checkpoint.torch_folders import (
     MODEL,
     OPTIMIZER_NAMES,
@@ -65,11 +66,7 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
         raise ValueError(
             f"{directory} lacks {len(missing)} weights of the model, among them {', '.join(sorted(missing)[:3])}."
         )
-    if more := sorted(unexpected - names):
-        raise ValueError(
-            f"{directory} holds {len(more)} tensors that the model does not have, among them {', '.join(more[:3])}: it "
-            "is a checkpoint of another model."
-        )
+    refuse_others(directory, unexpected - names)
 
 
 def _read_weights(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
