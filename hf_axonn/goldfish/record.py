@@ -83,8 +83,19 @@ class TrainingRecord:
         self._first_step = 0  # where the part began
 
     def begin(self, settings: Mapping[str, Any], data: Data, *, step: int) -> None:
-        """Begin a part at a step, unless one has begun and was not ended."""
-        if not self._open:
+        """Begin a part at a step, unless one has begun and was not ended.
+
+        Raises:
+            ValueError: one has begun with other settings of the loss.
+        """
+        if self._open:
+            if (begun := {name: self._parts[-1].get(name) for name in settings}) != settings:
+                raise ValueError(
+                    f"training began with the {describe_loss(begun)}, and step {step} has the "
+                    f"{describe_loss(settings)}. The training record has one loss for a call of train(): let that "
+                    "call end, change args, and call train() again."
+                )
+        else:
             self._open, self._first_step = True, step
             part = {**settings, **dict.fromkeys(_COUNTS, 0), "data": data, "started": _now()}
             self._parts.append(part)

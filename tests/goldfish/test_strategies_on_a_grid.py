@@ -82,6 +82,7 @@ def kept_targets(folder: Path, plugin: AxonnPlugin | None) -> dict[str, torch.Te
     loss, found = trainer._token_loss(), {}
     name = "weighted_nll" if grid is None else "_own_nll"
     for strategy, width in itertools.product(STRATEGIES, (1, 3, 13)):
+        trainer._training_record.end()  # which has one loss for each call of train()
         trainer.args.goldfish_strategy, trainer.args.goldfish_context_width = strategy, width
         batch = trainer._mask_batch(0, packed_rows())
         with mock.patch.object(loss, name, wraps=getattr(loss, name)) as called:

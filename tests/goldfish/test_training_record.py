@@ -132,6 +132,17 @@ def test_another_loss_is_another_part(whole, tmp_path):
     assert [part["steps"] for part in again["parts"]] == [4, 8] and again["tokens"] == 2 * by_hand()[0]
 
 
+def test_a_loss_that_changes_within_a_run_is_refused():
+    record, settings, data = TrainingRecord(None), {"strategy": "hash-table", "k": 4, "context_width": 13}, Data(None)
+    for step in (0, 1):
+        record.begin(settings, data, step=step)
+    with pytest.raises(ValueError, match=r"k=4, h=13\), and step 2 has the goldfish loss \(hash-table, k=8, h=13\)"):
+        record.begin(settings | {"k": 8}, data, step=2)
+    record.end()
+    record.begin(settings | {"k": 8}, data, step=2)
+    assert [part["k"] for part in record.as_dict()["parts"]] == [4, 8]
+
+
 @pytest.mark.parametrize(
     ("options", "settings"),
     [
