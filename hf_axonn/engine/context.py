@@ -153,6 +153,7 @@ class PassContext:
             defer_head: the head of it leaves its logits to the loss.
         """
         self.in_forward, self.defer_head = whole_model, defer_head
+        self.tokens = None  # an exception may have ended a pass in its layers
         self.wants_gradients = torch.is_grad_enabled()
         if self.wants_gradients:
             self.averaging.begin_pass()
