@@ -7,9 +7,11 @@ import functools
 import gc
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import accelerate.utils.imports
 import hypothesis
@@ -40,6 +42,21 @@ for _device in (torch.cuda, torch.xpu, torch.mtia):
         _device.manual_seed_all = lambda seed: None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from this process, except with `-m gpu`, and let autograd start no threads for them.
+
+    It starts them at the first backward pass, one for each device, and forks of a process that has them cannot go
+    backward. A build for CUDA finds devices also without GPUs, once FakeTensorMode has been used.
+    """
+    if re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
+        return
+    hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
+    with mock.patch.dict(os.environ, hidden):
+        torch.ones((), requires_grad=True).backward()
+    if devices.chosen().kind == "cpu":
+        os.environ.update(hidden)  # commands that tests start would load models onto a GPU
+
+
 # Packages that the extra `test` has beyond `test-gpu`, and the files that import them; `make rehearsal` runs without.
 FILES_OF = {
     "gguf": ("checkpoint/test_gguf_files.py",),
@@ -53,24 +70,35 @@ LEFT_OUT = {package: files for package, files in FILES_OF.items() if importlib.u
 collect_ignore = [file for files in LEFT_OUT.values() for file in files]  # read by pytest
 
 
+UNPATCHED = "a server forks the ranks on GPUs, and they would not see what this test patches"
+
+
 @pytest.fixture
-def device() -> Iterator[devices.Devices]:
+def device(request: pytest.FixtureRequest) -> Iterator[devices.Devices]:
     """CPUs, or with HF_AXONN_TEST_DEVICE=cuda GPUs: `run_ranks` starts its ranks there, and models lie there."""
+    if devices.chosen().kind != "cpu" and "monkeypatch" in request.fixturenames:
+        pytest.skip(UNPATCHED)
     with devices.used(devices.chosen()) as found:
         yield found
 
 
 @pytest.fixture(params=["auto", pytest.param("keys", marks=pytest.mark.slow)])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each way in which attention sees whole rows over context, whatever the test configures."""
     import hf_axonn.parallel.parallelize as decisions
+
+    if request.param == "auto":
+        yield "auto"
+        return
+    if devices.chosen().kind != "cpu":
+        pytest.skip(UNPATCHED)
 
     def choose_rows(model, plan, config, adapted):
         return choose(model, plan, dataclasses.replace(config, context_attention=request.param), adapted)
 
     choose = decisions.choose_rows
-    monkeypatch.setattr(decisions, "choose_rows", choose_rows)
-    return request.param
+    with mock.patch.object(decisions, "choose_rows", choose_rows):
+        yield request.param
 
 
 # Files of few and long tests. Begun last, the longest would run alone while the other workers have nothing to do.

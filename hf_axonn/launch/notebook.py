@@ -48,7 +48,7 @@ def notebook_launcher(
 ) -> Any:
     """Run a function in as many processes as a grid has ranks, on this machine.
 
-    On GPUs nothing may have used CUDA in the notebook before. On CPUs every process has one thread.
+    Where there are GPUs nothing may have used CUDA or gone backward in the notebook before. On CPUs every process has one thread.
 
     Args:
         function: called in every process; what it prints is seen here.
@@ -61,7 +61,8 @@ def notebook_launcher(
         the function is called in this process.
     Raises:
         ValueError: an argument is out of range, or would have no effect on one rank, there are fewer GPUs than ranks,
-            or torch.distributed is in use here.
+            torch.distributed is in use here, or autograd has threads here, as it does after a backward pass where torch
+            finds GPUs.
         Exception: a process failed; the others are ended, as they are by an interrupt.
     """
     config = _config(grid)
@@ -85,6 +86,11 @@ def notebook_launcher(
         return function(*args)
     if torch.distributed.is_initialized():
         raise ValueError("torch.distributed is initialized in this process: restart the notebook, and launch first.")
+    if any(file.read_text().startswith("pt_autograd") for file in Path("/proc/self/task").glob("*/comm")):
+        raise ValueError(
+            "a backward pass in this process has started threads of torch for GPUs, and ranks that are forked from it "
+            "could not go backward: restart the notebook, and launch first."
+        )
     gpus = torch.cuda.device_count()
     use_cpu = not gpus if use_cpu is None else use_cpu
     if not use_cpu and gpus < ranks:

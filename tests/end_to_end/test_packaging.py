@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 import hf_axonn
@@ -287,7 +287,7 @@ def empty(wheel, tmp_path) -> dict[str, str]:
     environment |= {"PATH": f"{venv}/bin{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(tmp_path / "cache")}
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    ended = subprocess.run([*pip, f"torch=={torch.__version__}"], env=environment, capture_output=True, text=True)
+    ended = subprocess.run([*pip, f"torch=={version('torch')}"], env=environment, capture_output=True, text=True)
     if ended.returncode:
         pytest.skip(f"pip has no index with this build of torch: {ended.stderr.strip().splitlines()[-1]}")
     ended = subprocess.run(

@@ -1,7 +1,7 @@
 """On which device the ranks of a test compute: CPUs by gloo, or with HF_AXONN_TEST_DEVICE=cuda GPUs by NCCL.
 
 A test that asks for the fixture `device` runs there; every other test stays on CPUs. The process of the tests itself
-never uses CUDA, because its forked ranks could not use it then.
+sees no GPUs, except with `-m gpu` (conftest.py).
 """
 
 from __future__ import annotations

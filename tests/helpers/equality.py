@@ -161,6 +161,14 @@ def exact(dtype: torch.dtype = torch.float64) -> Iterator[None]:
         yield
 
 
+def as_by_default(grid: Grid) -> None:
+    """A `Case.config` without settings."""
+
+
+def leave(model: nn.Module) -> None:
+    """A `Case.before` that does nothing."""
+
+
 @dataclass
 class Case:
     """One comparison: how the model is made (the same bits each time), what it sees, and how many steps it takes."""
@@ -170,8 +178,8 @@ class Case:
     batches: list[Batch] = field(default_factory=lambda: [tiny_batch(8, 7)])
     steps: int = 1
     loss_of: Loss = model_loss
-    config: Callable[[Grid], AxonnConfig | None] = lambda grid: None
-    before: Callable[[nn.Module], None] = lambda model: None
+    config: Callable[[Grid], AxonnConfig | None] = as_by_default
+    before: Callable[[nn.Module], None] = leave
     context: Callable[[], contextlib.AbstractContextManager] = exact
     as_trainer: bool = False
     cut: Callable[[Batch, Grid, int], Batch] = rows_of

@@ -1,7 +1,9 @@
 """Run a function on several ranks, and grids to run it on.
 
 Ranks are started by fork (importing transformers again would cost seconds a rank), meet through a file (no port to
-race for), have a time limit, and the first failure of any rank is raised in the test.
+race for), have a time limit, and the first failure of any rank is raised in the test. On GPUs a server forks them: in
+a process where torch has found GPUs, the first backward pass starts threads of autograd, and forks of it cannot go
+backward.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+import dill
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +38,9 @@ from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.topology.grid import Grid, GridPosition
 from tests.helpers import devices
 from tests.helpers.models import tiny_config
+
+
+CALL = "call"  # the file of the function that a server's ranks call, and of its arguments
 
 
 def all_grids(size: int) -> list[Grid]:
@@ -95,6 +101,11 @@ def _run(rank: int, world: int, folder: str, function: Callable, args: tuple) ->
     os._exit(0)
 
 
+def _run_stored(rank: int, world: int, folder: str, used: devices.Devices) -> None:
+    with devices.used(used), open(f"{folder}/{CALL}", "rb") as file:
+        _run(rank, world, folder, *dill.load(file))
+
+
 def run_ranks(function: Callable, world: int, *args, timeout: float = 240) -> list[Any]:
     """Call `function(*args)` on each of `world` ranks; returns what each of them returned.
 
@@ -106,13 +117,16 @@ def run_ranks(function: Callable, world: int, *args, timeout: float = 240) -> li
     """
     if reason := devices.in_use().skip_reason(world):
         pytest.skip(reason)
-    assert devices.in_use().kind == "cpu" or not torch.cuda.is_initialized(), (
-        "this process has used CUDA, which a forked rank cannot do then: run tests that do (-m gpu) by themselves"
-    )
-    _read_once()
-    context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_run, args=(rank, world, folder, function, args)) for rank in range(world)]
+        if devices.in_use().kind == "cpu":
+            _read_once()
+            context, target, work = mp.get_context("fork"), _run, (function, args)
+        else:
+            context, target, work = mp.get_context("forkserver"), _run_stored, (devices.in_use(),)
+            context.set_forkserver_preload(["tests.helpers.ranks"])
+            with open(f"{folder}/{CALL}", "wb") as file:
+                dill.dump((function, args), file)
+        ranks = [context.Process(target=target, args=(rank, world, folder, *work)) for rank in range(world)]
         for process in ranks:
             process.start()
         end = time.monotonic() + timeout

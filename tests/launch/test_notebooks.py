@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -332,6 +333,25 @@ def test_rank_0_alone_shows_a_table_and_bf16_needs_no_use_cpu(tmp_path, monkeypa
 def test_what_cannot_be_right_is_refused_before_a_process_starts(arguments, message):
     with pytest.raises(ValueError, match=message):
         hf_axonn.notebook_launcher(what_is_there, **arguments)
+
+
+def test_a_process_with_threads_of_autograd_is_refused():
+    begun, end = threading.Event(), threading.Event()
+
+    def be_of_autograd():
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_autograd_0")  # as torch names its own
+        begun.set()
+        end.wait()
+
+    thread = threading.Thread(target=be_of_autograd)
+    thread.start()
+    try:
+        begun.wait()
+        with pytest.raises(ValueError, match="has started threads of torch for GPUs, and ranks that are forked"):
+            hf_axonn.notebook_launcher(what_is_there, grid=Grid(x=2), use_cpu=True)
+    finally:
+        end.set()
+        thread.join()
 
 
 def test_on_gpus_processes_get_what_fits_the_grid(monkeypatch, capsys):

@@ -47,11 +47,12 @@ def config_of(grid, way="keys"):
 
 def with_way(case, way="keys"):
     """The same case with one of the two ways of attention."""
-
-    def config(grid):
-        return dataclasses.replace(case.config(grid) or AxonnConfig(grid=grid), context_attention=way)
-
+    config = functools.partial(config_with_way, case.config, way)
     return dataclasses.replace(case, name=f"{case.name}, {way}", config=config)
+
+
+def config_with_way(config, way, grid):
+    return dataclasses.replace(config(grid) or AxonnConfig(grid=grid), context_attention=way)
 
 
 # Of the situations, also those with a head count that context does not divide, where auto takes keys.

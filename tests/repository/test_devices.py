@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
 from tests.helpers import devices
 from tests.helpers.devices import CPUS, Devices, moved
@@ -34,10 +39,50 @@ def test_what_does_not_fit_is_skipped_with_the_numbers():
         run_ranks(print, 6)
 
 
-def test_ranks_are_not_forked_from_a_process_that_has_used_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with devices.used(ONE), pytest.raises(AssertionError, match="has used CUDA, which a forked rank cannot"):
-        run_ranks(print, 2)
+class Served(Devices):
+    """GPUs as far as their ranks are started, which compute on CPUs."""
+
+    def backend(self, world):
+        return "gloo"
+
+    def of_rank(self, rank):
+        return torch.device("cpu")
+
+
+def ends(weight):
+    (weight.square().sum() / 2).backward()
+    return dist.get_rank(), os.getppid(), weight.grad
+
+
+# What starts threads of autograd where torch was built for CUDA or finds GPUs; this process shall not get them.
+USED = """
+import os, torch
+from torch._subclasses import FakeTensorMode
+from tests.helpers import devices
+from tests.helpers.ranks import run_ranks
+from tests.repository.test_devices import Served, ends
+with FakeTensorMode():
+    torch.ones(1, device="cuda" if torch.backends.cuda.is_built() else "cpu")
+torch.ones(2, requires_grad=True).sum().backward()
+with devices.used(Served("cuda", 2)):
+    found = run_ranks(ends, 2, torch.ones(3, requires_grad=True))
+assert [rank for rank, _, _ in found] == [0, 1] and len({parent for _, parent, _ in found} - {os.getpid()}) == 1
+assert all(torch.equal(gradient, torch.ones(3)) for _, _, gradient in found)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_on_gpus_are_forked_by_a_server_which_went_not_backward():
+    subprocess.run([sys.executable, "-c", USED], check=True, timeout=120)
+
+
+def test_this_process_has_no_threads_of_autograd():
+    """Forks of it go backward, also where torch was built for CUDA and has made fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.ones(1)
+    torch.ones((), requires_grad=True).backward()
+    names = {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
+    assert not any("autograd" in name for name in names)
 
 
 def test_the_environment_chooses(monkeypatch):

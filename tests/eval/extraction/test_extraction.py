@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import math
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -258,7 +259,7 @@ def test_the_summary_says_how_to_repeat_the_run(tmp_path):
     assert run["model"]["path"] == "here" and run["settings"]["batch_size"] == 5
     assert run["settings"]["batches"] == {"rows": 5, "number": 3, "in_a_unit": 3}
     assert run["settings"]["near_tie_below"] == 1e-4 and run["settings"]["confidence"] == 0.9
-    assert run["versions"]["torch"] == torch.__version__ and "transformers" in run["versions"]
+    assert run["versions"]["torch"] == version("torch") and "transformers" in run["versions"]
     assert summary["intervals"]["confidence"] == 0.9
 
 
