@@ -27,7 +27,7 @@ from hf_axonn.planner.from_settings import DTYPE_BYTES, SEQUENCE, too_long
 from hf_axonn.planner.machine import known_machines, load_machine
 from hf_axonn.planner.memory import RESERVE, Memory, low_bit_bytes, memory, moment_bytes
 from hf_axonn.planner.shapes import ModelShape
-from hf_axonn.planner.stages import divide_model, memory_of_rank
+from hf_axonn.planner.stages import divide_model, memory_of_ranks
 from hf_axonn.planner.step import OPTIMIZERS, Step
 from hf_axonn.profiling.read_shape import shape_of
 from hf_axonn.topology.grid import Grid
@@ -128,12 +128,10 @@ def examine_launch(path: str, findings: Findings) -> Launch:
     check_spelling(path, settings)
     if SECTION not in settings:
         raise ValueError(f"{path} has no section {SECTION}: accelerate would launch it without a grid.")
-    if settings.get("use_cpu") in (False, None):
-        settings["use_cpu"] = True  # whether there are GPUs here says nothing of where it is to run
     from accelerate.commands.config.config_args import load_config_from_file
 
     try:
-        launch = resolve(settings, {})
+        launch = resolve(settings, {}, gpus=1)  # those here say nothing of where it is to run
         load_config_from_file(write_temporary(launch.settings))
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from None
@@ -343,7 +341,8 @@ def _examine_batch(grid: Grid, options: argparse.Namespace, findings: Findings) 
 def _examine_memory(
     launch: Launch, options: argparse.Namespace, config: dict, model, layout: str, findings: Findings
 ) -> None:
-    """Bytes of rank 0, which holds most; against the memory of a device where that is known."""
+    """Bytes of rank 0, and of another rank of pipe that needs more; against the memory of a device where that is
+    known."""
     size = DTYPE_BYTES[options.weights]
     elements, moments = _count_moments(model, options.optimizer, size)
     moved = _count_moved(model, launch, size)
@@ -375,8 +374,9 @@ def _examine_memory(
             context_attention=launch.config.context_attention,
             offload=launch.config.offload,
             optimizer=options.optimizer,
+            micro_batches=options.accumulation,
         )
-        parts = _first_rank_memory(shape, launch.config, step, layout, options.accumulation)
+        parts, most = _memory_of_ranks(shape, launch.config, step, layout)
         total = parts.total - parts.states + states
         more = ", ".join(
             f"{_size(getattr(parts, name))} {what}"
@@ -391,6 +391,13 @@ def _examine_memory(
             f"{text}, {more}; about {_size(total)} at the worst moment of a step ({step.rows} row(s) of "
             f"{step.seq} tokens, checkpointing {'on' if step.checkpointing else 'off'})"
         )
+        if most.total > total:
+            total = most.total
+            findings.facts.append(
+                f"memory of another rank of pipe: {_size(most.states)} parameters, gradients and moments, "
+                f"{_size(most.activations)} saved activations, {_size(most.logits)} head and loss; about "
+                f"{_size(total)} at the worst moment of a step"
+            )
         if options.batch is not None and launch.config.grid.pipe == 1:
             findings.facts += _expert_lines(
                 compare_bytes(read, launch.config.grid, step, layout=layout), launch.config
@@ -469,11 +476,13 @@ def _size(count: float) -> str:
     return f"{count / 2**10:.2f} KiB" if count else "0"
 
 
-def _first_rank_memory(shape: ModelShape, config: AxonnConfig, step: Step, layout: str, accumulation: int) -> Memory:
-    """Memory of rank 0; with a pipeline that of its stages, and of their activations in flight."""
+def _memory_of_ranks(shape: ModelShape, config: AxonnConfig, step: Step, layout: str) -> tuple[Memory, Memory]:
+    """Memory of rank 0, and of the rank that needs most: over pipe the last one has the head and the loss."""
     grid = config.grid
     if grid.pipe == 1:
-        return memory(shape, grid, step, layout=layout)
-    step = replace(step, micro_batches=max(accumulation, grid.pipe))  # too few are filled up
-    held = divide_model(shape, grid.pipe, config.stages_per_rank, step.seq).held[0]
-    return memory_of_rank((config.schedule, config.stages_per_rank), grid, step, layout, held, 0)
+        return (memory(shape, grid, step, layout=layout),) * 2
+    step = replace(step, micro_batches=max(step.micro_batches, grid.pipe))  # too few are filled up
+    # Without attention, as in a launch, which divides the layers before it sees a row.
+    stages = divide_model(shape, grid.pipe, config.stages_per_rank, 0, config.stage_layers)
+    found = memory_of_ranks(stages, (config.schedule, config.stages_per_rank), grid, step, layout)
+    return found[0], max(found, key=lambda needed: needed.total)

@@ -69,12 +69,13 @@ def check_spelling(file: str, settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{file}: unknown key {key!r}: did you mean {SECTION}?")
 
 
-def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> Launch:
+def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None], *, gpus: int | None = None) -> Launch:
     """Validate a launch file and work out what accelerate and the processes get.
 
     Args:
         settings: the launch file; has the key axonn_config.
         options: accelerate's options on the command line, by name with underscores; None for a switch.
+        gpus: of the machine that it is to run on; None: of this one.
     Raises:
         ValueError: the launch cannot be right; the message says what to write instead.
     """
@@ -103,7 +104,7 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
         kept.setdefault("main_process_port", 0)
 
     kind = _distributed_type(settings, options, num_processes)
-    use_cpu, more = _use_cpu(settings, options, kind, num_processes)
+    use_cpu, more = _use_cpu(settings, options, kind, num_processes, gpus)
     notes += more
     if use_cpu and precision == "fp16":
         raise ValueError("mixed_precision is 'fp16', which accelerate ignores on CPUs: write bf16, or 'no'.")
@@ -296,7 +297,7 @@ def _distributed_type(settings: Mapping[str, Any], options: Mapping[str, str | N
 
 
 def _use_cpu(
-    settings: Mapping[str, Any], options: Mapping[str, str | None], kind: str, num_processes: int
+    settings: Mapping[str, Any], options: Mapping[str, str | None], kind: str, num_processes: int, gpus: int | None
 ) -> tuple[bool, list[str]]:
     """Decide whether the processes run on the CPU, and return notes on it for the user, too.
 
@@ -309,7 +310,7 @@ def _use_cpu(
         return True, []
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on"):
         return True, []
-    if kind != "MULTI_GPU" or gpu_count() != 0:
+    if kind != "MULTI_GPU" or (gpu_count() if gpus is None else gpus) != 0:
         return False, []
     if given is None:
         return True, [f"no GPU was found on this machine: the {num_processes} processes run on its CPU."]

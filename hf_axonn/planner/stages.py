@@ -22,7 +22,7 @@ from hf_axonn.planner.shapes import LayerShape, ModelShape
 from hf_axonn.planner.step import Step
 from hf_axonn.planner.time.pipeline import in_flight
 from hf_axonn.topology.grid import Grid
-from hf_axonn.topology.stages import divide_layers
+from hf_axonn.topology.stages import as_listed, divide_layers
 
 
 class StageShape(NamedTuple):
@@ -77,18 +77,21 @@ def layer_costs(shape: ModelShape, seq: int) -> tuple[list[float], float]:
 
 
 @functools.lru_cache(maxsize=1024)  # a search divides the same ones again and again
-def divide_model(shape: ModelShape, ranks: int, per_rank: int, seq: int) -> ModelStages:
+def divide_model(
+    shape: ModelShape, ranks: int, per_rank: int, seq: int, listed: tuple[int, ...] | None = None
+) -> ModelStages:
     """Divide the layers of a model into stages.
 
     Args:
         shape: the model.
         ranks, per_rank: ranks along the axis pipe, and stages of each.
         seq: tokens of a sequence, by which attention weighs.
+        listed: how many layers each stage has; None: divided by what they cost.
     Raises:
-        ValueError: there are fewer layers than stages.
+        ValueError: there are fewer layers than stages, or those that are listed are not all.
     """
     costs, head = layer_costs(shape, seq)
-    layers = divide_layers(costs, ranks * per_rank, last=head)
+    layers = as_listed(listed, len(costs)) if listed else divide_layers(costs, ranks * per_rank, last=head)
     each = [layer for layer, count in shape.runs for _ in range(count)]
     held: dict[tuple[object, ...], ModelShape] = {}
     for rank in range(ranks):

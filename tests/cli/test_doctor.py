@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM, BartConfig
 from hf_axonn import Grid, parallelize
 from hf_axonn.cli.main import main
 from hf_axonn.compat.torch import fake_world
+from hf_axonn.planner.dense import load_shape
+from hf_axonn.planner.memory import memory
+from hf_axonn.planner.step import Step
 from tests.helpers.equality import full
 from tests.helpers.models import tiny_config, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -271,6 +274,39 @@ def test_of_a_pipeline_the_first_rank_holds_its_stages_and_what_is_in_flight(tmp
     assert "grid data=1,pipe=2,z=1,y=1,x=2" in printed
     # Half of the layers, for two micro-batches.
     assert found[True] == pytest.approx(found[False], rel=0.1)
+
+
+def test_of_a_pipeline_the_rank_that_needs_most_has_to_fit(tmp_path, capsys):
+    """The last rank has the head and the loss, and stages are those of the launch file."""
+    sizes = dict(vocab_size=4096, num_hidden_layers=8, max_position_embeddings=512)
+    command = write(tmp_path, even_llama(**sizes), processes=2, grid={"pipe": 2}, stage_layers=[6, 2])
+    command += ["--batch", "2", "--seq", "512", "--checkpointing"]
+    assert main(command) == 0
+    first, last = map(float, re.findall(r"about ([\d.]+) MiB at the worst moment", capsys.readouterr().out))
+    assert last > 2 * first
+    assert main([*command, "--gpu-memory", str(1.5 * first / 1024)]) == 1
+    assert f"about {last:.2f} MiB do not fit" in capsys.readouterr().out
+    main(write(tmp_path, even_llama(**sizes), processes=2, grid={"pipe": 2}, stage_layers=[2, 6]) + command[5:])
+    assert last < max(map(float, re.findall(r"about ([\d.]+) MiB at the worst moment", capsys.readouterr().out)))
+
+
+def test_gradients_stay_while_micro_batches_add_up(tmp_path, capsys):
+    """As a plan of the same step counts them."""
+    printed = []
+    command = write(tmp_path, even_llama(), grid={"z": 4})
+    for count in ("1", "4"):
+        assert main([*command, "--batch", "64", "--seq", "64", "--accumulation", count]) == 0
+        printed.append(float(re.search(r"about ([\d.]+) MiB at the worst", capsys.readouterr().out)[1]))
+    shape = load_shape(str(tmp_path / "config.json"))
+    step = Step(rows=64, seq=64, micro_batches=4)
+    assert printed[0] < printed[1] == pytest.approx(memory(shape, Grid(z=4), step).total / 2**20, abs=0.01)
+
+
+def test_float16_of_a_launch_on_gpus_is_not_refused_where_there_are_none(tmp_path, capsys):
+    settings = {"mixed_precision": "fp16"}
+    assert main(write(tmp_path, settings=settings)) == 0
+    assert main(write(tmp_path, settings={**settings, "use_cpu": True})) == 2
+    assert "ignores on CPUs" in capsys.readouterr().err
 
 
 def test_ranks_of_context_hold_their_positions_of_a_row(tmp_path, capsys):
