@@ -95,7 +95,7 @@ class DenseShape(ModelShape):
         offset_positions: whether the class of the embedding shifts its positions, so that it is not a plain one.
         windows: of each layer, tokens that its attention looks back over at most; 0: all before. Empty: all 0.
         drops: whether features are dropped after the MLP (their mask is saved, so recomputation goes to the end).
-        tied, head_bias, ends_full, max_positions, divides_rows: as in `ModelShape`.
+        tied, head_bias, ends_full, max_positions, divides_layers, divides_rows: as in `ModelShape`.
     Raises:
         ValueError: a size is below 1, kv_heads does not divide heads, or windows are not as many as layers.
     """
@@ -122,6 +122,7 @@ class DenseShape(ModelShape):
     offset_positions: bool = False
     windows: tuple[int, ...] = ()
     drops: bool = False
+    divides_layers: bool = True
     divides_rows: bool = True
 
     def __post_init__(self) -> None:

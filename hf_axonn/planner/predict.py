@@ -170,6 +170,8 @@ def refusal(job: Job, grid: Grid) -> str:
         return f"{rows} sequences of a (data, z) position do not make {job.micro_batches} micro-batches of one size"
     if grid.pipe == 1:
         return ""
+    if not job.shape.divides_layers:
+        return f"pipe is {grid.pipe}, but the layers of this model cannot be divided into stages"
     if job.lora:
         return "pipelines are not planned with adapters alone"
     if isinstance(job.keep_gathered, int):

@@ -81,7 +81,8 @@ class GridRanking:
             why = f"no size of pipe or context to plan with divides {self.gpus}"
             return f"no grid of {self.gpus} GPUs is possible: {why}."
         grid, why = self.impossible[0]
-        remedy = "Take a larger batch" + (", or another context." if grid.context > 1 else ".")
+        other = "".join(f", or another {axis}" for axis in ("context", "pipe") if getattr(grid, axis) > 1)
+        remedy = f"Take a larger batch{other}."
         return f"no grid of {self.gpus} GPUs is possible, for instance {grid}: {why}. {remedy}"
 
 

@@ -303,6 +303,7 @@ class ModelShape:
         begins, ends: whether it has the embeddings; whether it has the last norm, head and loss. What a rank of a
             pipeline has is a ModelShape of its own (planner/stages.py)
         max_positions: tokens of a sequence that the config allows; 0: not said
+        divides_layers: whether pipe may divide its layers into stages (architectures/divided_layers.py)
         divides_rows: whether it is known that context may divide the positions of its rows: each token is computed by
             itself but in attention (layers/context_attention.py)
         notes: what a plan leaves out or only estimates, for its reader
@@ -325,6 +326,7 @@ class ModelShape:
     begins: bool = True
     ends: bool = True
     max_positions: int = 0
+    divides_layers: bool = False
     divides_rows: bool = False
     notes: tuple[str, ...] = ()
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_axonn.architectures.divided_layers import why_layers_stay
 from hf_axonn.architectures.divided_rows import gathering_attentions, latent_features, why_rows_stay_whole
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.parameter_reads import find_readers
@@ -80,6 +81,7 @@ def trace_shape(model: PreTrainedModel, *, allow_untested: bool = False) -> Mode
         tied=projection is table,
         head_bias=getattr(head, "bias", None) is not None,
         max_positions=getattr(text_config(model), "max_position_embeddings", None) or 0,
+        divides_layers=not why_layers_stay(model, plan),
         divides_rows=not (whole or why_rows_stay_whole(model, plan)),
         centered=any(kind.centered for kind in layout.norms.values()),
         final=(),

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_axonn import Grid, parallelize
+from hf_axonn.architectures.divided_layers import why_layers_stay
 from hf_axonn.architectures.divided_rows import why_rows_stay_whole
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.cli.main import main
+from hf_axonn.compat.torch import fake_world
 from hf_axonn.planner.dense import FAMILIES, shape_from_config
+from hf_axonn.planner.job import Job
+from hf_axonn.planner.machine import load_machine
+from hf_axonn.planner.predict import refusal
 from hf_axonn.planner.shapes import BlockShape, ExpertsShape, LinearShape, UnshardedModule
 from hf_axonn.profiling.read_shape import build_shape, read_shape, shape_of
 from tests.benchmarks.architectures import tiny_configs as tiny_types
@@ -35,18 +42,33 @@ def test_modules_say_what_the_families_say(kind):
     assert (built.features, built.ends_full, built.loose) == (True, known.ends_full, False)
 
 
-def test_families_divide_rows_where_a_grid_with_context_takes_them():
+def test_families_divide_rows_and_layers_where_a_grid_with_context_and_pipe_takes_them():
     for kind in FAMILIES:
         config = AutoConfig.for_model(kind)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         known = shape_from_config(config.to_dict())
         assert known.divides_rows == (not why_rows_stay_whole(model, plan_for(model))), kind
+        assert known.divides_layers == (not why_layers_stay(model, plan_for(model))), kind
 
 
 @pytest.mark.parametrize(("kind", "divides"), [("mixtral", True), ("qwen3_moe", True), ("falcon", False)])
 def test_other_types_divide_rows_where_attention_exchanges_heads_and_all_else_works_token_by_token(kind, divides):
     assert shape_of(tiny_config(kind).to_dict()).divides_rows == divides
+
+
+@pytest.mark.parametrize(("kind", "divides"), [("mixtral", True), ("bert", False), ("camembert", False)])
+def test_layers_are_planned_over_pipe_where_the_engine_divides_them(kind, divides):
+    """BERT has its embeddings in a module, CamemBERT parameters of its head beside the decoder."""
+    config = tiny_config(kind)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with fake_world(2), nullcontext() if divides else pytest.raises(ValueError, match="not known to which stage"):
+        parallelize(model, Grid(pipe=2))
+    job = Job(shape=shape_of(config.to_dict()), machine=load_machine("dgx-h100"), sequences=8, seq=32)
+    assert refusal(job, Grid(pipe=2)) == (
+        "" if divides else "pipe is 2, but the layers of this model cannot be divided into stages"
+    )
 
 
 UNKNOWN = {"ministral": {"head_dim": 8}, "helium": {"head_dim": 8}, "stablelm": {}, "cohere": {}, "glm": {}}

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from hf_axonn.architectures.divided_layers import why_layers_stay
 from hf_axonn.architectures.plan import ShardingPlan, is_inside
 from hf_axonn.compat.transformers import input_embedding, output_embedding, text_config, without_report
 from hf_axonn.engine.context import StagePass
@@ -163,16 +164,12 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
     """
     mesh, grid = state.grid_mesh, state.grid_mesh.grid
     count = grid.pipe * state.config.stages_per_rank
-    if plan.decoder is None:
+    if problem := why_layers_stay(model, plan):
         raise ValueError(
-            f"pipe={grid.pipe} divides the decoder layers of a model, but {type(model).__name__} is sharded Linear by "
-            f"Linear, and its layers are not known ({plan.reason}): use a grid without pipe."
+            f"pipe={grid.pipe} divides the decoder layers of a model, but {problem}: use a grid without pipe for "
+            f"{type(model).__name__}."
         )
-    if problem := plan.why_undivided():
-        raise ValueError(
-            f"pipe={grid.pipe} divides the decoder layers of a model, and a stage gets hidden states alone of the one "
-            f"before, but {problem}: use a grid without pipe for {type(model).__name__}."
-        )
+    assert plan.decoder is not None
     listed = state.config.stage_layers
     costs, head_cost = _costs(model, plan)
     ranges = as_listed(listed, len(costs)) if listed else divide_layers(costs, count, last=head_cost)
@@ -260,18 +257,6 @@ def _keep_ends(
     names = {module: name for name, module in model.named_modules()}
     head, embedding = cast("nn.Linear | None", output_embedding(model)), input_embedding(model)
     final = {model.get_submodule(name) for name in plan.final or ()}
-    inside = {names[decoder]} if names[decoder] else {name for name, _ in model.named_children()}
-    others = [
-        names[module]
-        for module in model.modules()
-        if module is not head and any(True for _ in module.parameters(recurse=False))
-        if not is_inside(names[module], inside)
-    ]
-    if others:
-        raise ValueError(
-            f"{others[0]} has parameters outside of the decoder, so it is not known to which stage of a pipeline it "
-            f"belongs: use a grid without pipe for {type(model).__name__}."
-        )
     after = False
     for module in decoder.children():
         if module is layers:
@@ -287,10 +272,5 @@ def _keep_ends(
             ends = after or module in final or "final" in names[module].rpartition(".")[2]  # OPT names it first
             if not (last if ends else first):
                 model.set_submodule(names[module], ElsewhereLayer(module))
-        else:
-            raise ValueError(
-                f"{names[module]}, a {type(module).__name__}, is neither an embedding nor a norm, so it is not known "
-                f"to which stage of a pipeline it belongs: use a grid without pipe for {type(model).__name__}."
-            )
     if head is not None and not last:
         model.set_submodule(names[head], ElsewhereHead(head.weight.shape[0]))
