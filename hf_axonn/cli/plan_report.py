@@ -254,7 +254,7 @@ def _rounding(best: Prediction) -> list[str]:
     """Dtypes that would be faster, but round differently."""
     text = []
     for name in settings.ROUNDING:
-        for job in settings.variants(best.job, (name,))[1:]:
+        for job in settings.on_grid(settings.variants(best.job, (name,)), best.grid)[1:]:
             if settings.as_text(job) == settings.as_text(best.job):
                 continue
             other = predict(replace(job, micro_batches=None), best.grid, order=best.order)

@@ -95,6 +95,11 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None], *, g
             f"axonn_config.residual_dtype is bfloat16, but mixed_precision is {precision!r}: write bf16, or omit "
             "residual_dtype."
         )
+    if config.grid.pipe > 1 and precision == "fp16":
+        raise ValueError(
+            f"mixed_precision is 'fp16', but pipe is {config.grid.pipe}, and a pipeline makes gradients before a "
+            "GradScaler has scaled the loss: write bf16 or 'no', or use a grid without pipe."
+        )
     kept = {key: value for key, value in settings.items() if key not in (SECTION, UPSTREAM_SECTION, "fp16")}
     # YAML reads an unquoted no as false, where accelerate expects the word. What the command line says counts for it.
     kept["mixed_precision"] = _precision(settings, {})

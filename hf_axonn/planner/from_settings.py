@@ -197,6 +197,11 @@ def _check_plan(section: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if section.get("grid") != "auto":
         raise ValueError("axonn_config.plan says how to choose a grid: write grid: auto beside it, or remove it.")
+    if "stage_layers" in section:
+        raise ValueError(
+            "axonn_config.stage_layers lists the stages of one grid, and grid is auto: omit it, and the planner "
+            "divides the layers, or write the sizes of the grid."
+        )
     settings = section.get("plan")
     if not isinstance(settings, Mapping):
         raise ValueError(
@@ -243,6 +248,7 @@ def _job_of_plan(
         residual_bytes=DTYPE_BYTES.get(str(section.get("residual_dtype", "model"))),
         checkpointing=settings.get("checkpointing", True),
         keep_gathered=section.get("keep_gathered", "recomputed"),
+        context_attention=str(section.get("context_attention", "auto")),
         experts=section.get("experts", "auto"),
         offload=section.get("offload", "none"),
         optimizer=settings.get("optimizer", "adamw"),

@@ -49,8 +49,12 @@ class Job(StepSettings):
                 raise ValueError(f"{name} is {getattr(self, name)}, but a batch has at least 1.")
         if self.tokens > MOST_TOKENS:
             raise ValueError(f"a batch of {self.tokens} tokens cannot be planned: at most {MOST_TOKENS} can.")
-        if self.micro_batches is not None and self.micro_batches < 1:
-            raise ValueError(f"micro_batches is {self.micro_batches}, but a step has at least 1.")
+        for name in ("micro_batches", "stages_per_rank"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name} is {value!r}, but it is a whole number of at least 1.")
+        if not isinstance(self.keep_gathered, (str, int)):
+            raise ValueError(f"keep_gathered is {self.keep_gathered!r}, but it is a word or a number of layers.")
         if self.experts not in EXPERTS:
             raise ValueError(f"experts is {self.experts!r}, but it is one of {', '.join(EXPERTS)}.")
         if self.base not in BASES:
@@ -61,8 +65,8 @@ class Job(StepSettings):
             raise ValueError(f"base is {self.base!r}, whose weights cannot be trained: give a rank of adapters, lora.")
         if self.pipeline not in (None, *PIPELINES):
             raise ValueError(f"pipeline is {self.pipeline!r}, but it is one of {', '.join(PIPELINES)}.")
-        if self.stages_per_rank is not None and self.stages_per_rank < 1:
-            raise ValueError(f"stages_per_rank is {self.stages_per_rank}, but a rank has at least 1 stage.")
+        if self.residual_bytes is not None and self.compute_bytes > 2:
+            raise ValueError("residual_dtype is bf16, and products are not: leave one of them out.")
 
     @property
     def pipeline_schedule(self) -> tuple[str, int]:

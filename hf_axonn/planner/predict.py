@@ -165,6 +165,12 @@ def refusal(job: Job, grid: Grid) -> str:
         return f"a (data, z) position has fewer tokens than x * y = {grid.x * grid.y}"
     if BASES[job.base] and (linear := cut_inside(job.shape, grid)):
         return f"x and y do not divide rows of {linear.cols} numbers into whole blocks of {BLOCK}"
+    if refuses_residual(job, grid):
+        return (
+            "residual_dtype is bf16, but one rank, or a model whose layers are not known, leaves the stream as it is"
+        )
+    if job.shape.loose and isinstance(job.keep_gathered, int):
+        return f"keep_gathered is {job.keep_gathered}, but the layers of this model are not known: take all or none"
     rows = job.sequences // grid.dp_size
     if job.micro_batches and rows % job.micro_batches:
         return f"{rows} sequences of a (data, z) position do not make {job.micro_batches} micro-batches of one size"
@@ -177,6 +183,11 @@ def refusal(job: Job, grid: Grid) -> str:
     if isinstance(job.keep_gathered, int):
         return f"keep_gathered is {job.keep_gathered}: with a pipeline it is all, none or recomputed"
     return "" if any(pipeline_candidates(job, grid)) else why_no_pipeline(job, grid)
+
+
+def refuses_residual(job: Job, grid: Grid) -> bool:
+    """Return whether a launch refuses the residual_dtype of a job on a grid."""
+    return job.residual_bytes is not None and (grid.size == 1 or job.shape.loose)
 
 
 def why_whole_rows(job: Job, grid: Grid) -> str:

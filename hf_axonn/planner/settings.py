@@ -26,7 +26,7 @@ from hf_axonn.planner.candidate import Candidate
 from hf_axonn.planner.experts import choose_way
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE
-from hf_axonn.planner.predict import Prediction, predict, predict_candidate
+from hf_axonn.planner.predict import Prediction, predict, predict_candidate, refuses_residual
 from hf_axonn.planner.time.pipeline import PIPELINES
 from hf_axonn.topology.experts import EXPERTS
 from hf_axonn.topology.grid import Grid
@@ -44,14 +44,16 @@ def variants(job: Job, free: Collection[str]) -> list[Job]:
         [{"checkpointing": False}, {"checkpointing": True}] if "checkpointing" in free else [{}],
         [{"experts": "auto"}, {"experts": "gather"}] if "experts" in free and job.shape.experts else [{}],
         [{}, {"reduce_bytes": BF16}] if "reduce_dtype" in free else [{}],
-        [{}, {"residual_bytes": BF16}] if "residual_dtype" in free and job.param_bytes > BF16 else [{}],
+        [{}, {"residual_bytes": BF16}]
+        if "residual_dtype" in free and job.compute_bytes == BF16 < job.param_bytes
+        else [{}],
     ]
     return [replace(job, **dict(ChainMap(*chosen))) for chosen in itertools.product(*choices)]
 
 
 def on_grid(jobs: Iterable[Job], grid: Grid) -> list[Job]:
-    """Return the jobs that differ on a grid, which say how tokens and experts meet there."""
-    found = list(jobs)
+    """Return the jobs that a launch takes and that differ on a grid, which say how tokens and experts meet there."""
+    found = [job for job in jobs if not refuses_residual(job, grid)]
     if not found[0].shape.experts:
         return found
     return list(dict.fromkeys(replace(job, experts=choose_way(job.shape, grid, job.experts)) for job in found))
@@ -72,7 +74,7 @@ def keep_weights(entry: Prediction, free: Collection[str]) -> Prediction:
         layer = Candidate(one, grid, entry.micro_batches).memory.total - entry.memory.total
         room = (1 - RESERVE) * job.machine.memory - entry.memory.total
         count = min(job.shape.depth, int(room / layer) if layer > 0 else job.shape.depth)
-        if count < 1:
+        if count < (job.shape.depth if job.shape.loose else 1):
             return entry
         some = replace(one, keep_gathered="all" if count == job.shape.depth else count)
         kept = predict(some, grid, order=entry.order)

@@ -214,6 +214,11 @@ def test_other_ways_to_split_a_model_are_refused_by_name(section):
         ({"use_cpu": "false"}, {}, "use_cpu is 'false', but it is a switch: write true or false."),
         ({"use_cpu": 1}, {}, "use_cpu is 1, but it is a switch"),
         ({"num_processes": None}, {}, "num_processes is missing: write the number"),
+        (
+            {"axonn_config": {"grid": {"pipe": 4}}, "mixed_precision": "fp16"},
+            {},
+            "mixed_precision is 'fp16', but pipe is 4",
+        ),
         ({"num_processes": -1}, {}, "num_processes is -1, but it is a whole number of at least 1."),
         ({"num_processes": 4.5}, {}, "num_processes is 4.5, but"),
         ({"num_processes": True}, {}, "num_processes is True, but"),

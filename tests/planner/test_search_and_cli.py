@@ -600,6 +600,26 @@ def test_grid_auto_divides_rows_where_there_are_few():
     assert AxonnConfig.from_mapping(section).grid.context == 1
 
 
+def test_grid_auto_divides_rows_as_the_launch_will():
+    """3 does not divide the 32 heads of gpt-5b, so that a launch with context_attention: heads refuses it."""
+    auto = {"grid": "auto", "plan": AUTO | {"batch_tokens": 65536, "seq": 8192, "context": [3]}}
+    section, _ = resolve_auto(auto, 24, mixed_precision="bf16")
+    assert section["grid"]["context"] == 3
+    with pytest.raises(ValueError, match="heads of a rank of .x, y. are not divisible by context = 3"):
+        resolve_auto(auto | {"context_attention": "heads"}, 24, mixed_precision="bf16")
+
+
+def test_a_residual_dtype_is_planned_where_a_launch_takes_it():
+    small, free = replace(JOB, sequences=16), ("residual_dtype",)
+    assert plan(small, 4, free=free).best.job.residual_bytes == 2
+    for changes, gpus in (({}, 1), ({"shape": replace(small.shape, loose=True)}, 4), ({"compute_bytes": 4}, 4)):
+        job = replace(small, **changes)
+        job = replace(job, machine=replace(job.machine, memory=2**40))
+        assert {entry.job.residual_bytes for entry in plan(job, gpus, free=free).ranked} == {None}
+        with pytest.raises(ValueError, match="residual_dtype is bf16"):
+            assert plan(replace(job, residual_bytes=2), gpus).best
+
+
 def test_grid_auto_counts_the_moments_that_there_will_be():
     """Two GPUs of 40 GB have no room for gpt-5b with AdamW's moments, but for what each of the others keeps."""
     auto = {"grid": "auto", "plan": AUTO}
@@ -633,6 +653,12 @@ def test_grid_auto_counts_the_moments_that_there_will_be():
             "offload: optimizer is not possible with muon",
         ),
         ({"grid": "auto", "plan": {**AUTO, "model": "gpt-640b"}}, "no grid of 2 GPUs fits"),
+        ({"grid": "auto", "plan": AUTO, "stages_per_rank": "2"}, "stages_per_rank is '2', but it is a whole number"),
+        (
+            {"grid": "auto", "plan": AUTO, "keep_gathered": [1]},
+            r"keep_gathered is \[1\], but it is a word or a number",
+        ),
+        ({"grid": "auto", "plan": AUTO, "stage_layers": [12, 12]}, "stage_layers lists the stages of one grid"),
     ],
 )
 def test_a_wrong_auto_grid_is_refused_before_a_process_starts(section, message):
