@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 import hf_axonn
 from hf_axonn import Grid
 from hf_axonn.distributed.collectives import barrier
-from hf_axonn.distributed.watchdog import watchdog
-from hf_axonn.distributed.watchdog.crashes import Crash, crashes_in, parse
+from hf_axonn.distributed.watchdog import crashes, watchdog
+from hf_axonn.distributed.watchdog.crashes import Crash, CrashFile, crashes_in, parse
 from hf_axonn.distributed.watchdog.diagnosis import diagnose, diagnose_early
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from tests.distributed.test_watchdog import _account, message
@@ -221,6 +221,20 @@ def test_what_a_rank_leaves_that_a_signal_ends(tmp_path):
     (tmp_path / "4").write_text("main 0x1\n")
     assert dict(crashes_in(str(tmp_path))) == {3: crash}
     assert dict(crashes_in(str(tmp_path / "none"))) == {}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk")
+def test_ranks_end_where_disks_are_full(tmp_path, monkeypatch):
+    """What a crash file raised when it was closed, or a message in the log, kept a process that had to end."""
+    folder, real = tmp_path / "watch", os.open
+    monkeypatch.setattr(crashes.faulthandler, "is_enabled", lambda: False)
+    monkeypatch.setattr(crashes.os, "open", lambda path, flags, mode: real("/dev/full", os.O_WRONLY))
+    CrashFile(str(folder), 0).close()
+    assert not folder.exists()
+    monkeypatch.setattr(sys, "stderr", open("/dev/full", "w", buffering=1))
+    watchdog._say("a rank died")
+    with pytest.raises(OSError, match="No space left"):
+        sys.stderr.close()
 
 
 def judge(*accounts, **options) -> str:

@@ -46,15 +46,16 @@ class CrashFile:
 
     def __init__(self, folder: str, rank: int) -> None:
         self._path = Path(folder, str(rank))
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         if faulthandler.is_enabled():
             return
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            self._file = open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w")
-            self._file.write(f"main 0x{threading.main_thread().ident:016x}\n")
-            self._file.flush()
-            faulthandler.enable(self._file)
+            # Without a buffer, which a full disk would leave to be written when this is closed.
+            file = open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)
+            file.write(f"main 0x{threading.main_thread().ident:016x}\n".encode())
+            faulthandler.enable(file)
+            self._file = file
 
     def close(self, *, of_all: bool = False) -> None:
         """Stop, and remove this file and those of ranks that crashed, or of all; with the last one the folder goes."""

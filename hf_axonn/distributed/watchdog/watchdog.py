@@ -233,8 +233,7 @@ class Watchdog:
     def _be_orphaned(self) -> None:
         """End this process, which nobody else would: its files could meet those of the next run in the folder."""
         self._ending.set()
-        with contextlib.suppress(OSError):  # the launcher may have been the reader
-            _say(f"the launcher of rank {self.rank} ({self.place}), process {self._launcher}, was killed.")
+        _say(f"the launcher of rank {self.rank} ({self.place}), process {self._launcher}, was killed.")
         _leave(1)
 
     def be_terminated(self) -> None:
@@ -429,7 +428,8 @@ def is_symptom(error: BaseException) -> bool:
 
 
 def _say(text: str, what: str = "the run ends") -> None:
-    print(f"hf_axonn: {what}: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk, or a reader that has gone: ranks have to end all the same
+        print(f"hf_axonn: {what}: {text}", file=sys.stderr, flush=True)
 
 
 def _leave(code: int) -> None:
