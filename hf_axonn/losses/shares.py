@@ -33,10 +33,12 @@ from hf_axonn.losses.causal_lm import CausalLMLoss
 def install_shares(state: ParallelState, model: nn.Module) -> None:
     """Make whatever a model returns as its loss for `num_items_in_batch` a share. No communication."""
     if state.grid_mesh.size(*ROWS) > 1:
-        patch_forward(model, functools.partial(_forward, state, model))
+        patch_forward(model, functools.partial(_forward, state, model, inspect.signature(model.forward)))
 
 
-def _forward(state: ParallelState, model: nn.Module, original: Callable, /, *args, **kwargs):
+def _forward(
+    state: ParallelState, model: nn.Module, signature: inspect.Signature, original: Callable, /, *args, **kwargs
+):
     if kwargs.get("num_items_in_batch") is None or not state.context.items_of_all:
         return original(*args, **kwargs)
     samples = state.grid_mesh.size(*ROWS)
@@ -46,7 +48,7 @@ def _forward(state: ParallelState, model: nn.Module, original: Callable, /, *arg
         return output  # of a forward that may have read the number itself
     if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
         output["loss"] = output["loss"] / samples
-    elif isinstance(output, tuple) and kwargs.get("labels") is not None:
+    elif isinstance(output, tuple) and signature.bind_partial(*args, **kwargs).arguments.get("labels") is not None:
         output = (output[0] / samples, *output[1:])
     return output
 

@@ -189,6 +189,9 @@ def test_a_forward_that_reads_the_number_itself_is_left_alone() -> None:
     assert model(**tiny_rows()).loss == plain
     for form in (True, False):
         assert model(**tiny_rows(), num_items_in_batch=4, return_dict=form)[0] == plain / 2
+        ids, mask, labels = (tiny_rows().get(name) for name in ("input_ids", "attention_mask", "labels"))
+        by_place = model(ids, mask, None, None, None, labels, num_items_in_batch=4, return_dict=form)
+        assert by_place[0] == plain / 2
     model.loss_function = lambda logits, labels, num_items_in_batch=None, **_: labels.sum() / 4
     assert model(**tiny_rows(), num_items_in_batch=4).loss == tiny_rows()["labels"].sum() / 8
 
