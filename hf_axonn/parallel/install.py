@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -194,6 +194,19 @@ def _way_in(
     return MixerBlock(state, entry, column, row, direct=block.mixer.direct, masks=block.mixer.masks, inner=inner)
 
 
+class OwnConfig:
+    """The config of a module that has numbers of its own: those that are set here. All else, as the implementation of
+    attention, which may be changed at any time, is that of the full model's config as it is then."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
 def _install_heads(state: ShardedModel, attention: nn.Module, heads: Heads, block: BlockPlan) -> None:
     """Let attention see this rank's numbers of heads, and its own heads of arguments that have them all."""
     mesh = state.grid_mesh
@@ -203,8 +216,7 @@ def _install_heads(state: ShardedModel, attention: nn.Module, heads: Heads, bloc
     for name, kind in block.attributes.items():
         owner, _, attribute = name.rpartition(".")
         if owner and not isinstance(getattr(attention, owner), nn.Module):
-            # The config belongs to the full model.
-            setattr(attention, owner, copy.copy(getattr(attention, owner)))
+            setattr(attention, owner, OwnConfig(getattr(attention, owner)))
         target = getattr(attention, owner) if owner else attention
         setattr(target, attribute, own_count(getattr(target, attribute), kind, heads, mesh))
     if block.arguments and heads.axes:

@@ -1,13 +1,17 @@
 """The registry of what is installed on the modules of a model."""
 
+import copy
+
 import pytest
 from torch import nn
 
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.report import Report
+from hf_axonn.parallel.install import _install_heads
 from hf_axonn.parallel.sharded_model import ShardedModel, sharded_model
 from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.heads import Heads
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import fake_mesh
 
@@ -32,6 +36,16 @@ def test_a_plan_says_where_ranks_do_different_work(grid, heads):
         ("lm_head", ()),
     ):
         assert state.axes(name) == axes, name
+
+
+def test_a_module_with_numbers_of_its_own_follows_the_config_of_the_model():
+    model = tiny_model("phi3")
+    state, plan, attention = sharded(model, Grid(x=2)), plan_for(model), model.model.layers[0].self_attn
+    _install_heads(state, attention, Heads(12, 6, ("x",), replicate_kv=False), plan.blocks[0])
+    model.set_attn_implementation("eager")
+    own = copy.copy(attention.config)
+    assert (own.num_attention_heads, own._attn_implementation) == (6, "eager")
+    assert model.config.num_attention_heads == 12
 
 
 def test_copies_get_the_layers_of_their_originals_or_are_refused():
