@@ -110,3 +110,8 @@ def shared_hook(state: ParallelState, row: RowParallel | StackedRow, size: int) 
             module.register_forward_hook(sum_gradients)
 
     return install
+
+
+def shared_hooks(module: nn.Module) -> list[Callable]:
+    """Return the hooks of `shared_hook` on a module, which its adapters need too; not those of a user."""
+    return [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", "") == __name__]

@@ -22,6 +22,7 @@ from hf_axonn.engine.dtensors import local_of, local_slices
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
+from hf_axonn.layers.latent_attention import shared_hooks
 from hf_axonn.parallel.adapters.lora import OwnOutput
 
 
@@ -74,7 +75,7 @@ class Dora:
     def __init__(self, state: ParallelState, magnitude: nn.Module, base: nn.Module, output: OwnOutput) -> None:
         self.state, self.magnitude, self.base, self.output = state, magnitude, base, output
         self.place = ShardPlace.in_weight(base, state)
-        self.hooks = tuple(base._forward_hooks.values())  # latent attention's
+        self.hooks = shared_hooks(base)
         magnitude.get_weight_norm = self._weight_norm
         patch_forward(magnitude, self._embedding if isinstance(base, nn.Embedding) else self._linear)
 

@@ -28,6 +28,7 @@ from hf_axonn.engine.report import Entry
 from hf_axonn.layers.base import Reader, Replicated, patch_forward
 from hf_axonn.layers.block import EXCHANGES
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
+from hf_axonn.layers.latent_attention import shared_hooks
 from hf_axonn.layers.moe import Experts
 from hf_axonn.layers.vocabulary import Head
 from hf_axonn.parallel.adapters.checks import LINEAR
@@ -150,7 +151,7 @@ def _lora(state: ShardedModel, names: dict, name: str, layer: nn.Module, base: n
             dropped = axes
             for part, own in ((a, {}), (b, dict.fromkeys(("weight", "bias"), output.take))):
                 Replicated(state, part, axes, own=own)
-            for hook in base._forward_hooks.values():  # latent attention's
+            for hook in shared_hooks(base):
                 b.register_forward_hook(hook)
             if isinstance(state.sharded_layers.get(base), Head):
                 plain = isinstance(layer.lora_dropout[adapter], nn.Identity) and b.bias is None

@@ -169,9 +169,14 @@ def _report_and_switching_off(batch, plain, adapted):
         torch.testing.assert_close(model(**batch).logits, adapted, rtol=1e-10, atol=1e-10)
         with model.disable_adapter():
             torch.testing.assert_close(model(**batch).logits, plain, rtol=1e-10, atol=1e-10)
-    model, report = parallelize(adapt(unplanned_model()), Grid(y=2, x=2))
+    base, seen = unplanned_model(), []
+    base.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *call: seen.append(call))
+    model, report = parallelize(adapt(base), Grid(y=2, x=2))
     assert sum(entry.kind == "adapter" for entry in report.entries) == 2 * 2 * 7
     assert sum(entry.kind == "linear" for entry in report.entries) == 2 * 7
+    with torch.no_grad():
+        model(**batch)
+    assert len(seen) == 1  # a user's hook on a Linear does not come to its adapter
 
 
 def test_the_report_names_adapters_and_they_can_be_switched_off():
