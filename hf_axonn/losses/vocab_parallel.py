@@ -99,8 +99,10 @@ class ShardedCausalLMLoss(CausalLMLoss):
             self._kept_of_batch = None
 
     def note(self, nll: Tensor, targets: Targets, *more: Tensor) -> None:
-        """Same as the base class."""
-        if not self._smoothing:
+        """Same as the base class; smoothed losses are only counted as a call."""
+        if self._smoothing:
+            self.calls += 1
+        else:
             super().note(nll, targets, *more)
 
     def weighted_nll(self, logits: Tensor | DeferredLogits, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

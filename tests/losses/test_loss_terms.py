@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, Qwen3MoeForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid
 from hf_axonn.config import AxonnConfig
@@ -17,6 +17,7 @@ from hf_axonn.engine.state import ParallelState
 from hf_axonn.losses import router_aux
 from hf_axonn.losses.router_aux import RouterLogits, install_router_loss
 from hf_axonn.losses.shares import install_shares
+from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_config, tiny_model
 from tests.helpers.ranks import fake_mesh, run_ranks
@@ -194,6 +195,25 @@ def test_a_forward_that_reads_the_number_itself_is_left_alone() -> None:
         assert by_place[0] == plain / 2
     model.loss_function = lambda logits, labels, num_items_in_batch=None, **_: labels.sum() / 4
     assert model(**tiny_rows(), num_items_in_batch=4).loss == tiny_rows()["labels"].sum() / 8
+
+
+class OwnLlama(LlamaForCausalLM):
+    """A class of another library, with Transformers' loss."""
+
+    def forward(self, **kwargs):
+        return super().forward(**kwargs)
+
+
+def test_the_share_of_smoothed_labels_is_divided_whoever_wrote_the_model() -> None:
+    mesh = fake_mesh(Grid(z=2), 0)
+    state = ParallelState(mesh, AxonnConfig(grid=mesh.grid))
+    model = OwnLlama(tiny_config("llama", num_hidden_layers=1)).double()
+    model.loss_function = loss = ShardedCausalLMLoss(state, model.config.vocab_size)
+    batch = collate(list(token_data(4, seed=2))) | {"num_items_in_batch": 4}
+    with torch.no_grad(), loss.smooth_labels(0.1):
+        share = model(**batch).loss
+        install_shares(state, model)
+        assert model(**batch).loss == share
 
 
 def tiny_rows() -> dict[str, Tensor]:
