@@ -207,7 +207,7 @@ class PassKeeper:
 def _decoder(state: ShardedModel, ended: bool, original: Callable, /, *args, **kwargs):
     output = original(*args, **kwargs)
     if isinstance(output, dict) and output.get("attentions") is not None:
-        output["attentions"] = tuple(_all_heads(state, weights) for weights in output["attentions"])
+        output["attentions"] = _all_heads(state, output["attentions"])
     tokens, stage = state.context.tokens, state.context.stage
     if stage is not None and not stage.last and isinstance(output, dict):
         _gather_routers(state, output, stage.tokens)
@@ -222,9 +222,9 @@ def _decoder(state: ShardedModel, ended: bool, original: Callable, /, *args, **k
     last = (lambda hidden: hidden) if leave or ended else full
     if isinstance(output, dict):
         output["last_hidden_state"] = last(output["last_hidden_state"])
-        if output.get("hidden_states") is not None:  # the first is what came out of the embedding
-            first, *others, final = output["hidden_states"]
-            output["hidden_states"] = (first, *map(full, others), final if ended else full(final))
+        if output.get("hidden_states") is not None:
+            states = output["hidden_states"]
+            output["hidden_states"] = tuple(each if _is_whole(each, tokens) else full(each) for each in states)
         _gather_routers(state, output, tokens)
     elif any(isinstance(value, tuple) for value in output):
         raise ValueError("output_hidden_states and output_attentions of a parallelized model need return_dict=True.")
@@ -235,6 +235,15 @@ def _decoder(state: ShardedModel, ended: bool, original: Callable, /, *args, **k
     return output
 
 
+def _is_whole(hidden: Tensor | None, tokens: Tokens) -> bool:
+    """Return whether hidden states are those of all tokens, as what comes out of the embedding, or were not requested:
+    `output_hidden_states` may name some."""
+    if hidden is None:
+        return True
+    leading = hidden.shape[-3:-1] if tokens.copies_first else hidden.shape[:2]
+    return leading == (tokens.batch, tokens.seq) and hidden.shape[-1] == (tokens.features or hidden.shape[-1])
+
+
 def _gather_routers(state: ShardedModel, output: dict, tokens: Tokens | None) -> None:
     """Let the router logits of an output be those of all tokens. Collectives: those of `full_router_logits`."""
     if tokens is not None and tokens.sharded and output.get("router_logits") is not None:
@@ -243,11 +252,18 @@ def _gather_routers(state: ShardedModel, output: dict, tokens: Tokens | None) ->
         )
 
 
-def _all_heads(state: ShardedModel, weights: Tensor) -> Tensor:
-    """Attention weights [B, own heads, S, S] -> [B, heads, S, S]. All-gather over the axes that divide the heads."""
-    if not state.attention_axes:
+def _all_heads(state: ShardedModel, every: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Attention weights [B, own heads, S, S] of each attention -> [B, heads, S, S]. All-gather over the axes that
+    divide the heads."""
+    axes = state.attention_axes
+    axes = (axes[:1] or [()]) * len(every) if len(set(axes)) < 2 else axes
+    return tuple(_heads_of(state, weights, over) for weights, over in zip(every, axes, strict=True))
+
+
+def _heads_of(state: ShardedModel, weights: Tensor, axes: tuple[str, ...]) -> Tensor:
+    if not axes:
         return weights
-    blocks = gather_replicated(weights, state.grid_mesh.group(*state.attention_axes))
+    blocks = gather_replicated(weights, state.grid_mesh.group(*axes))
     return blocks.unflatten(2, (state.attention_rounds, -1)).movedim(0, 2).flatten(1, 3)
 
 

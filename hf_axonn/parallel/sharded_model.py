@@ -13,6 +13,7 @@ from weakref import WeakSet
 from torch import nn
 
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan
+from hf_axonn.compat.attention import finds_attention_function
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.linears import is_stacked
@@ -38,7 +39,7 @@ class ShardedModel(ParallelState):
     Attributes:
         layers: the decoder layers (`take_plan`).
         full_sequence: names of the modules that get the full sequence (`take_plan`).
-        attention_axes: the axes that divide the heads of attention blocks (`take_plan`).
+        attention_axes: the axes that divide the heads of each attention in the layers (`take_plan`).
         attention_rounds: how many times attention goes through these heads: once for each expert of a token where its
             projections are experts (`take_plan`).
         blocks: entry of a block -> its Block (`add_block`).
@@ -63,7 +64,7 @@ class ShardedModel(ParallelState):
         super().__init__(mesh, config, report=report, features=features, copies_first=copies_first, names=names)
         self.layers: list[nn.Module] = []
         self.full_sequence: set[str] = set()
-        self.attention_axes: tuple[str, ...] = ()
+        self.attention_axes: list[tuple[str, ...]] = []
         self.attention_rounds = 1
         self.blocks: dict[nn.Module, Block] = {}
         self.readings: list[Reading] = []
@@ -92,10 +93,11 @@ class ShardedModel(ParallelState):
             heads = self.heads_of(block)
             axes[block.entry] = heads.axes if heads else ("x", "y")
             axes |= {name: () for name in block.latent}
-            own = block in plan.blocks and block.is_attention  # not of an encoder, nor of a mixer
-            self.attention_axes = heads.axes if heads and own else self.attention_axes
             if is_stacked(model.get_submodule(block.row)):
                 self.attention_rounds = cast(int, model.get_submodule(block.entry).top_k)
+        attentions = {block.entry for block in plan.blocks if block.is_attention and not block.cross}
+        attentions |= {name for name in plan.full_sequence if finds_attention_function(model.get_submodule(name))}
+        self.attention_axes = [axes[name] for name, _ in model.named_modules() if name in attentions]
         self._work_axes = axes
 
     def heads_of(self, block: BlockPlan) -> Heads | None:

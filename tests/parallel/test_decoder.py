@@ -1,0 +1,52 @@
+"""What a model returns of its layers is of all tokens and heads, as on one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hf_axonn import Grid, parallelize
+from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
+
+
+LAGUNA = dict(num_experts=2, num_experts_per_tok=1, mlp_layer_types=["dense", "dense"], attention="eager")
+CASES: dict[str, tuple[Callable[[], nn.Module], dict]] = {
+    # Its first hidden states are those that its first layer returns.
+    "mamba2": (
+        functools.partial(tiny_model, "mamba2", num_heads=4, head_dim=24, state_size=4, n_groups=2, attention="eager"),
+        dict(output_hidden_states=True),
+    ),
+    "selected": (functools.partial(tiny_model, "llama"), dict(output_hidden_states=[0, 1])),
+    # x = 2 divides the heads of the second layer alone.
+    "laguna": (
+        functools.partial(tiny_model, "laguna", num_attention_heads_per_layer=[3, 4], num_key_value_heads=1, **LAGUNA),
+        dict(output_attentions=True),
+    ),
+}
+
+
+def returned(grid: Grid | None) -> dict[str, list[Tensor | None]]:
+    found = {}
+    for name, (make, options) in CASES.items():
+        model = make().eval()
+        if grid is not None:
+            parallelize(model, grid)
+        with torch.no_grad(), Float64():
+            output = model(input_ids=tiny_batch(2, 5)["input_ids"], **options)
+        found[name] = [*(output.hidden_states or output.attentions)]
+    return found
+
+
+def test_what_layers_return_is_whole() -> None:
+    truth = returned(None)
+    for ours in run_ranks(returned, 2, Grid(x=2)):
+        for name, states in truth.items():
+            for state, own in zip(states, ours[name], strict=True):
+                assert (own is None) == (state is None), name
+                if state is not None:
+                    torch.testing.assert_close(own, state, rtol=1e-10, atol=1e-10)
