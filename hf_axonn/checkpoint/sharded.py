@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_axonn.checkpoint.adapter_files import load_adapters, save_adapters
 from hf_axonn.checkpoint.commit import OPTIMIZER, recover
@@ -108,7 +109,7 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
         tensors, values = flat_optimizer_state(model, optimizer)
         values = functools.reduce(operator.or_, save.over_stages(values))
         save.add(OPTIMIZER, tensors)
-    _note_dtype(model)
+    _describe(model)
     if save.rank != 0:
         return
     with save.writing():
@@ -125,15 +126,18 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
             (save.stage / LAYOUTS).write_text(state.tuner.to_json())
 
 
-def _note_dtype(model: nn.Module) -> None:
-    """Let the config say in which dtype weights are written, as `save_pretrained` does: it is that in which they will
-    be read, and a model may have got another one since it was loaded. No communication."""
+def _describe(model: nn.Module) -> None:
+    """Let the config say in which dtype weights are written, and of which class, as `save_pretrained` does: it is what
+    they will be read as, and a model may have another dtype than it was loaded with, or a class that its base has not.
+    No communication."""
     if hasattr(model, "peft_config"):  # the base is not written
         return
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     config: Any = getattr(model, "config", None)
     if config is not None and dtypes:
         config.dtype = functools.reduce(torch.promote_types, dtypes)
+    if isinstance(model, PreTrainedModel):
+        model.config.architectures = [type(model).__name__]
 
 
 def load_sharded(model: nn.Module, directory: str | Path, *, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -156,6 +157,9 @@ def test_what_is_on_disk(tmp_path):
     # What others read: Transformers, and torch's own reader.
     truth = tiny_model("smollm2", dtype=torch.bfloat16)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "with", dtype=torch.bfloat16)
+    truth.save_pretrained(tmp_path / "stock")
+    saved, stock = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("with", "stock"))
+    assert saved == stock and saved["architectures"] == ["LlamaForCausalLM"]
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
