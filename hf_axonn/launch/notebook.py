@@ -48,7 +48,8 @@ def notebook_launcher(
 ) -> Any:
     """Run a function in as many processes as a grid has ranks, on this machine.
 
-    Where there are GPUs nothing may have used CUDA or gone backward in the notebook before. On CPUs every process has one thread.
+    Where torch finds GPUs, nothing may have used CUDA or gone backward in the notebook before. On CPUs every process has
+    one thread.
 
     Args:
         function: called in every process; what it prints is seen here.
@@ -61,8 +62,8 @@ def notebook_launcher(
         the function is called in this process.
     Raises:
         ValueError: an argument is out of range, or would have no effect on one rank, there are fewer GPUs than ranks,
-            torch.distributed is in use here, or autograd has threads here, as it does after a backward pass where torch
-            finds GPUs.
+            torch.distributed is in use here, or autograd has threads here, as after a backward pass where torch finds
+            GPUs.
         Exception: a process failed; the others are ended, as they are by an interrupt.
     """
     config = _config(grid)
