@@ -48,8 +48,8 @@ def notebook_launcher(
 ) -> Any:
     """Run a function in as many processes as a grid has ranks, on this machine.
 
-    Where torch finds GPUs, nothing may have used CUDA or gone backward in the notebook before. On CPUs every process has
-    one thread.
+    Where torch finds GPUs, nothing may have used CUDA or gone backward in the notebook before. On CPUs every process
+    has one thread.
 
     Args:
         function: called in every process; what it prints is seen here.

@@ -9,7 +9,13 @@ import pytest
 import torch
 from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, Qwen3MoeForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_axonn import GoldfishConfig, GoldfishTrainer, Grid
 from hf_axonn.config import AxonnConfig
