@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_axonn.checkpoint.adapter_files import load_adapters, save_adapters
 from hf_axonn.checkpoint.commit import OPTIMIZER, recover
@@ -130,6 +129,8 @@ def _describe(model: nn.Module) -> None:
     """Let the config say in which dtype weights are written, and of which class, as `save_pretrained` does: it is what
     they will be read as, and a model may have another dtype than it was loaded with, or a class that its base has not.
     No communication."""
+    from transformers import PreTrainedModel  # which may be half imported when this module is
+
     if hasattr(model, "peft_config"):  # the base is not written
         return
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]

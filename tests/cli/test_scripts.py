@@ -86,7 +86,7 @@ def test_a_second_launch_file_is_refused_before_the_launch(capsys):
 @pytest.mark.slow
 def test_a_sentence_of_finetune_stands_alone_after_a_launch(tmp_path):
     """The sentence begins with the name of the command, whose exit code is that of the launch."""
-    (tmp_path / "model").mkdir()
+    (tmp_path / "d.jsonl").write_text('{"text": "a row"}\n')
     file = launch_file(tmp_path, Grid(z=2))
     ended = run(tmp_path, "-m", "hf_axonn", "finetune", "--config", file, "--model", "nowhere", "--data", "d.jsonl")
     assert ended.code == 2 and ended.output.count("hf-axonn finetune: nowhere is neither a folder") == 1, ended.output
