@@ -48,7 +48,7 @@ def prepare_or_exit(arguments: Sequence[str]) -> list[str]:
     """`prepare` of this process, the launcher: a wrong launch file, or ranks that fail, end it with a few lines."""
     try:
         prepared = prepare(arguments)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: of a disk without room for the temporary file
         print(f"hf_axonn: nothing was started. {error}", file=sys.stderr)
         raise SystemExit(2) from None
     if VARIABLE in os.environ:  # a launch over a grid
@@ -168,7 +168,7 @@ def accelerate_options() -> dict[str, bool]:
 def default_file() -> Path | None:
     """The file that accelerate takes when none is named, if there is one."""
     cache = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    path = Path(cache).expanduser() / "accelerate" / "default_config.yaml"
+    path = Path(os.path.expanduser(cache), "accelerate", "default_config.yaml")  # Path's own fails without a home
     return path if path.is_file() else None
 
 

@@ -1,7 +1,9 @@
 """The command line of a launch, and real launches through stock accelerate."""
 
+import errno
 import functools
 import os
+import pwd
 import re
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import yaml
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from hf_axonn.launch import command
 from hf_axonn.launch.command import Command, accelerate_options, prepare
 from hf_axonn.launch.command import main as axonn_launch
 from hf_axonn.launch.failed_ranks import describe_failures, exit_code, shorten_child_failures
@@ -101,10 +104,10 @@ def test_option_arities_are_those_of_the_real_parser():
     ],
 )
 def test_a_command_line_is_divided_where_the_script_begins(words, values, rest):
-    command = Command.parse(words.split())
-    assert command.values() == values
-    assert list(command.rest) == rest.split()
-    assert command.arguments() == words.split()
+    parsed = Command.parse(words.split())
+    assert parsed.values() == values
+    assert list(parsed.rest) == rest.split()
+    assert parsed.arguments() == words.split()
 
 
 def test_prepare_writes_a_copy_without_the_section(file):
@@ -132,6 +135,24 @@ def test_accelerates_default_file_may_have_the_section(file):
     words = prepare(["t.py"])
     assert words[0].startswith("--config_file=") and words[1:] == ["t.py"]
     assert os.environ["AXONN_CONFIG"]
+
+
+def test_a_process_without_a_home_launches_as_accelerate_does(monkeypatch):
+    """As in a container that runs under a user whom its passwd does not name."""
+    for variable in ("HOME", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
+    assert prepare(["--cpu", "t.py"]) == ["--cpu", "t.py"]
+
+
+def test_a_full_disk_is_said(file, monkeypatch, capsys):
+    def write(settings):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(command, "write_temporary", write)
+    with pytest.raises(SystemExit, match="2"):
+        command.prepare_or_exit(["--config", str(file), "t.py"])
+    assert "nothing was started. [Errno 28] No space left on device" in capsys.readouterr().err
 
 
 def test_unreadable_launch_files(file):
