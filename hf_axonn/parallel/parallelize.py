@@ -262,7 +262,7 @@ def _shard(model: nn.Module, decided: _Decisions, state: ShardedModel) -> None:
 
 
 def _replace_methods(model: nn.Module, state: ShardedModel) -> None:
-    """Replace methods of the model that would see shards: loading, saving, counting, resizing."""
+    """Replace methods of the model that would see shards: loading, saving, counting, resizing, serving."""
     model.register_load_state_dict_pre_hook(take_shards)
     if state.pipeline is not None or state.four_bit:  # else the method of the class counts right
         for count in (num_parameters, get_memory_footprint):
@@ -272,7 +272,18 @@ def _replace_methods(model: nn.Module, state: ShardedModel) -> None:
         model.resize_token_embeddings = functools.partial(_refuse_resize, model)
     if hasattr(model, "set_use_kernels"):
         vars(model)["set_use_kernels"] = _refuse_kernels
+    if hasattr(model, "init_continuous_batching"):
+        vars(model)["init_continuous_batching"] = functools.partial(_refuse_continuous_batching, state.grid)
     install_save_pretrained(model)
+
+
+def _refuse_continuous_batching(grid: Grid, *_: Any, **__: Any) -> None:
+    """`init_continuous_batching` of a sharded model, to which `generate_batch` comes, too."""
+    raise ValueError(
+        f"generate_batch (continuous batching) is not supported over the grid {grid}: its cache has room for all "
+        "heads of the model, and each rank would choose its requests by itself. Call generate, or load the model, or "
+        "its checkpoint, on one process."
+    )
 
 
 def _refuse_kernels(use_kernels: bool, *_: Any, **__: Any) -> None:

@@ -131,6 +131,8 @@ def _refuse_on_sharded():
         model.resize_token_embeddings(131, pad_to_multiple_of=8)
     assert model.resize_token_embeddings(131) is model.get_input_embeddings()
     assert model.resize_token_embeddings() is model.get_input_embeddings()
+    with pytest.raises(ValueError, match="continuous batching.* is not supported over the grid data=1,z=1,y=1,x=2"):
+        model.init_continuous_batching()
     with pytest.raises(ValueError, match="adapter_names, one adapter for each row, is not supported"):
         model.eval()(input_ids=ids, adapter_names=["default", "__base__"])
     with pytest.raises(ValueError, match="add_weighted_adapter is not supported over a grid"):
