@@ -13,6 +13,7 @@ bare `Accelerator()` or `Trainer` uses it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -87,7 +88,7 @@ def notebook_launcher(
         return function(*args)
     if torch.distributed.is_initialized():
         raise ValueError("torch.distributed is initialized in this process: restart the notebook, and launch first.")
-    if any(file.read_text().startswith("pt_autograd") for file in Path("/proc/self/task").glob("*/comm")):
+    if _has_autograd_threads():
         raise ValueError(
             "a backward pass in this process has started threads of torch for GPUs, and ranks that are forked from it "
             "could not go backward: restart the notebook, and launch first."
@@ -123,6 +124,15 @@ def notebook_launcher(
             logger.warning(f"{value.text} Return numbers, strings, tensors of the CPU, or lists and dicts of them.")
             return None
         return value
+
+
+def _has_autograd_threads() -> bool:
+    """Return whether autograd has started threads in this process, as far as Linux shows their names."""
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            if file.read_text().startswith("pt_autograd"):
+                return True
+    return False
 
 
 def _run_forked(function: Callable, args: tuple, ranks: int) -> None:
