@@ -131,7 +131,8 @@ def run_init(options: argparse.Namespace) -> int:
     if shape and devices.machine:
         found = plan_grid(shape, devices.machine, batch.sequences, seq, processes, precision)
         lines += [*unlike(found, devices.machine, processes // nodes, nodes), *in_short(found)]
-        lines += [f"  {long}"] if (long := too_long(seq, shape.max_positions)) else []
+        long = too_long(seq, shape.max_positions)
+        lines += [f"  {note}" for note in (long, *found.job.untimed) if note]
         section = section_lines(found.best)
         about = f"{model} on {number_of(processes, 'GPU')} of {found.job.machine.name}"
     else:

@@ -147,6 +147,8 @@ def run_plan(options: argparse.Namespace) -> int:
         raise ValueError("--weak goes with --sweep FIRST..LAST.")
     if options.sweep and options.overlap:
         raise ValueError("--sweep says nothing of --overlap: leave one of them out.")
+    if options.json and options.overlap:
+        raise ValueError("--json says nothing of --overlap: leave one of them out.")
     counts = _gpu_counts(options.sweep) if options.sweep else [options.gpus]
     if options.trust_remote_code:
         register_code(options.model)
@@ -218,9 +220,8 @@ def _sweep(options: argparse.Namespace, job: Job, counts: list[int]) -> int:
     if options.json:
         print(json.dumps([as_json(found, options, 1) for found in plans], indent=2))
     else:
-        print(
-            header(job, f"{options.sweep} GPUs") + ("; the batch grows with the GPUs" if options.weak else "") + "\n"
-        )
+        print(header(job, f"{options.sweep} GPUs") + ("; the batch grows with the GPUs" if options.weak else ""))
+        print("".join(f"note: {note}\n" for note in (*job.shape.notes, *job.untimed)))
         print("\n".join(sweep_lines(plans, options.tokens, options.price)))
     if options.plot and any(found.ranked for found in plans):
         plot_sweep(plans, options.plot, weak=options.weak)
@@ -246,7 +247,7 @@ def as_json(found: GridRanking, options: argparse.Namespace, top: int | None = N
         "fit": len(found.ranked),
         "do_not_fit": len(found.too_big),
         "impossible": len(found.impossible),
-        "notes": doubts(found) if found.ranked else [found.why_none()],
+        "notes": [*found.job.shape.notes, *(doubts(found) if found.ranked else [found.why_none()])],
     }
 
 

@@ -49,8 +49,10 @@ def sizes(grid: Grid) -> str:
 
 def header(job: Job, gpus: str) -> str:
     """One line on the model, the machine and the batch."""
+    count = job.shape.parameters()
+    size = f"{count / 1e9:.1f} billion" if count >= 10**9 else f"{count / 1e6:.3g} million"
     return (
-        f"{job.shape.parameters() / 1e9:.1f} billion parameters on {gpus} of {job.machine.name}, "
+        f"{size} parameters on {gpus} of {job.machine.name}, "
         f"{number_of(job.sequences, 'sequence')} of {job.seq:,} tokens a step"
         + (f", LoRA of rank {job.lora}" if job.lora else "")
         + {"full": "", "4bit": " on 4 bits", "4bit-double": " on 4 bits, double quantization"}[job.base]

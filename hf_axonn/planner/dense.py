@@ -218,6 +218,7 @@ def gpt(name: str) -> DenseShape:
         intermediate=4 * hidden,
         vocab=GPT_VOCAB,
         positions=GPT_POSITIONS,
+        max_positions=GPT_POSITIONS,
         **GPT,
     )
 

@@ -39,16 +39,19 @@ def number(text: Any) -> int:
     """Read an integer, or a number with the suffix k, M, G or B, or T for 10**3, 10**6, 10**9 and 10**12: 16.8M.
 
     Raises:
-        ValueError: it is none, or below 1.
+        ValueError: it is none, not whole, or below 1.
     """
     words = str(text)
     factor = SUFFIXES.get(words[-1:].lower(), 1)
     try:
-        value = round(float(words[:-1] if factor > 1 else words) * factor)
+        exact = float(words[:-1] if factor > 1 else words) * factor
+        value = round(exact)
     except (ValueError, OverflowError):
         raise ValueError(f"{text!r} is not a number such as 4096 or 16.8M.") from None
     if value < 1 or isinstance(text, bool):
         raise ValueError(f"{text!r} is not a number of at least 1.")
+    if not math.isclose(value, exact):
+        raise ValueError(f"{text!r} is not a number such as 4096 or 16.8M: it has a fraction.")
     return value
 
 

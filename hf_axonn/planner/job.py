@@ -78,6 +78,8 @@ class Job(StepSettings):
     def untimed(self) -> list[str]:
         """Sentences on what the predicted seconds leave out."""
         found = []
+        if self.compute_bytes > 2:
+            found.append("products in float32 are taken to be as fast as those that the machine's file times")
         if self.offload == "optimizer":
             found.append("copies of moments and weights from and to host memory are not in the seconds")
         if self.optimizer == "muon":

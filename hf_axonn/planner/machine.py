@@ -203,8 +203,8 @@ def load_machine(name: str) -> Machine:
     Raises:
         ValueError: there is no such machine, or the file does not describe one; the message says what is wrong.
     """
-    name, at, gbits = name.partition("@")
-    if at:
+    if "@" in name and not name.endswith(".json"):
+        name, _, gbits = name.rpartition("@")
         if not gbits.isdigit() or not int(gbits):
             raise ValueError(f"{name}@{gbits} is no machine: write the Gb/s of a node after @, as in dgx-h100@3200.")
         return replace(load_machine(name), name=f"{name}@{gbits}", inter=LINK_FRACTION * int(gbits) * 1e9 / 8)
@@ -252,6 +252,8 @@ def machine_from_mapping(text: Any) -> Machine:
         if not isinstance(text[key], int):
             raise ValueError(f"{key} is {text[key]!r}, but it is a whole number.")
     sources = text.get("sources") or {}
+    if not isinstance(sources, dict):
+        raise ValueError(f"sources is {sources!r}, but it maps keys to where their numbers come from.")
     unsourced = [key for key in (*REQUIRED, *OPTIONAL, *FACTORS) if key in text and not sources.get(key)]
     if unsourced:
         raise ValueError(f"sources says nothing of {', '.join(unsourced)}: write where each number comes from.")
@@ -263,7 +265,7 @@ def machine_from_mapping(text: Any) -> Machine:
     measured = {"gemm_fraction": GEMM_FRACTION, "memory_fraction": MEMORY_FRACTION, "kernel_us": KERNEL_US}
     for key in measured:
         measured[key] = text.get(key, measured[key])
-        _positive(key, measured[key])
+        _positive(key, measured[key], 1 if key.endswith("fraction") else math.inf)
     overlap = text.get("overlap", 1.0)
     if isinstance(overlap, bool) or not isinstance(overlap, (int, float)) or not 0 <= overlap <= 1:
         raise ValueError(f"overlap is {overlap!r}, but it is a share from 0 to 1.")
@@ -298,9 +300,9 @@ def machine_from_mapping(text: Any) -> Machine:
     )
 
 
-def _positive(key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{key} is {value!r}, but it is a number above 0.")
+def _positive(key: str, value: Any, most: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf or value > most:
+        raise ValueError(f"{key} is {value!r}, but it is a number above 0{' and at most 1' if most == 1 else ''}.")
 
 
 def _intra(given: Any, gpus_per_node: int) -> dict[str, Any]:
@@ -345,5 +347,5 @@ def _by_size(given: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(given, dict) or not all(str(key).isdigit() and int(key) > 0 for key in given):
         raise ValueError(f"gemm_by_size is {given!r}, but it maps the smallest dim of a product to a share.")
     for key, value in given.items():
-        _positive(f"gemm_by_size.{key}", value)
+        _positive(f"gemm_by_size.{key}", value, 1)
     return tuple(sorted((int(key), float(value)) for key, value in given.items()))

@@ -97,7 +97,7 @@ def parse_fixed(texts: Iterable[str]) -> dict[str, Any]:
     """Parse NAME=VALUE texts to fields of a Job.
 
     Raises:
-        ValueError: no such setting, or no such value of it.
+        ValueError: no such setting, no such value of it, or two.
     """
     fields: dict[str, Any] = {}
     for text in texts:
@@ -109,6 +109,8 @@ def parse_fixed(texts: Iterable[str]) -> dict[str, Any]:
                 + (f"; did you mean {near[0]}?" if near else ".")
             )
         field, known = VALUES[name]
+        if field in fields:
+            raise ValueError(f"{text!r}: {name} has a value already, leave one of the two out.")
         if value in known:
             fields[field] = known[value]
         elif name in COUNTED and value.isdigit():

@@ -419,6 +419,9 @@ def test_the_authors_database_is_looked_up_and_never_interpolated():
         ({"memory_gib": "64"}, "memory_gib is '64'"),
         ({"units": 1.5}, "units is 1.5, but it is a whole number"),
         ({"sources": {}}, "sources says nothing of gpus_per_node"),
+        ({"sources": "a data sheet"}, "sources is 'a data sheet', but it maps keys"),
+        ({"gemm_fraction": 72}, "gemm_fraction is 72, but it is a number above 0 and at most 1"),
+        ({"gemm_by_size": {"64": 90}}, "gemm_by_size.64 is 90, but it is a number above 0 and at most 1"),
         ({"latency_us": {"base": 1}}, "latency_us is"),
         ({"intra_gbs": {"1x16": 5}}, "intra_gbs has the key '1x16'"),
         ({"intra_gbs": {}}, "intra_gbs is empty"),
@@ -438,7 +441,7 @@ def test_the_authors_database_is_looked_up_and_never_interpolated():
 def test_wrong_machine_files_are_refused(change, message, tmp_path):
     text = json.loads((FOLDER / "frontier.json").read_text())
     text["sources"] |= dict.fromkeys(OPTIONAL + FACTORS, "here")
-    file = tmp_path / "mine.json"
+    file = tmp_path / "me@here.json"  # no speed of links
     file.write_text(json.dumps(text | change))
     with pytest.raises(ValueError, match=message):
         load_machine(str(file))

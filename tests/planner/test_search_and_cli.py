@@ -225,7 +225,7 @@ def test_numbers_with_suffixes(text, value):
     assert number(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "M", "many", "0", "-3", True, "inf", "nan"])
+@pytest.mark.parametrize("text", ["", "M", "many", "0", "-3", True, "inf", "nan", "2.5", "1.0005k", 2048.5])
 def test_what_is_no_number(text):
     with pytest.raises(ValueError, match="is not a number"):
         number(text)
@@ -427,7 +427,7 @@ def test_weights_are_kept_where_they_fit_and_help():
 
 
 def test_the_answer_counts_days_and_overlaps(capsys):
-    assert main([*COMMAND, "--gpus", "64", "--tokens", "2T", "--overlap", "--json"]) == 0
+    assert main([*COMMAND, "--gpus", "64", "--tokens", "2T", "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["ranked"][0]
     assert main([*COMMAND, "--gpus", "64", "--tokens", "2T", "--overlap"]) == 0
     printed = capsys.readouterr().out
@@ -503,6 +503,11 @@ def test_sizes_that_divide_nothing(axis, capsys):
         (["--gpus", "8", "--fix", "checkpointing=yes"], "checkpointing is on, off."),
         (["--gpus", "8", "--fix", "keep_gathered=some"], "keep_gathered is recomputed, none, all, a number."),
         (["--gpus", "8", "--fix", "micro_batches"], "micro_batches is a number."),
+        (
+            ["--gpus", "8", "--fix", "checkpointing=on", "--no-checkpointing"],
+            "checkpointing has a value already, leave one",
+        ),
+        (["--gpus", "8", "--json", "--overlap"], "--json says nothing of --overlap"),
         (["--gpus", "8", "--lora", "8", "--pipe", "2"], "--pipe is not planned with --lora"),
         (["--gpus", "8", "--context", "some"], "--context is 'some': write sizes such as 1,2,4,8, or any."),
         (["--gpus", "8", "--base", "4bit"], "--base 4bit goes with --lora RANK"),
@@ -523,6 +528,18 @@ def test_an_option_that_is_no_number_is_told_what_a_number_is(gpus, message, cap
     with pytest.raises(SystemExit) as ended:
         main([*COMMAND, "--gpus", gpus])
     assert ended.value.code == 2 and f"argument --gpus: {message}" in capsys.readouterr().err
+
+
+def test_what_seconds_leave_out_is_in_every_form_of_a_plan(capsys, tmp_path):
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 128, "vocab_size": 1000}))
+    sentence = "products in float32 are taken to be as fast as"
+    for more in (["--gpus", "1"], ["--gpus", "1", "--json"], ["--sweep", "1..2"]):
+        assert main([*COMMAND, "--model", str(tmp_path), "--activations", "fp32", *more]) == 0
+        printed = capsys.readouterr().out
+        assert sentence in printed and ("0.21 million parameters" in printed) == ("--json" not in more)
+    assert main([*COMMAND, "--gpus", "64", "--seq", "8192"]) == 0
+    assert "8,192 tokens are longer than the 2,048 that the config allows" in capsys.readouterr().out
 
 
 def test_a_model_that_fits_nowhere_ends_with_1(capsys):
