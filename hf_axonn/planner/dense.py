@@ -41,19 +41,20 @@ LLAMA: dict[str, Any] = {}
 GPT: dict[str, Any] = {"gated": False, "layer_norm": True, "tied": True}
 GPT |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 # Traits of a model type beyond its config's numbers. A key of the config (attention_bias, mlp_bias) holds over them.
+# num_key_value_heads and head_dim: what Transformers takes where a config does not name them.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "mistral": LLAMA,
-    "smollm3": LLAMA,
+    "mistral": {"num_key_value_heads": 8},
+    "smollm3": {"num_key_value_heads": 4},
     "granite": LLAMA,
-    "gemma": LLAMA,
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-    "gemma2": {"norms_per_layer": 4},
-    "gemma3_text": {"norms_per_layer": 4, "qk_norm": True},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256},
+    "qwen2": {"qkv_bias": True, "num_key_value_heads": 32},
+    "qwen3": {"qk_norm": True, "num_key_value_heads": 32, "head_dim": 128},
+    "gemma2": {"norms_per_layer": 4, "num_key_value_heads": 4, "head_dim": 256},
+    "gemma3_text": {"norms_per_layer": 4, "qk_norm": True, "num_key_value_heads": 4, "head_dim": 256},
     "phi3": {"packed_qkv": True, "packed_mlp": True},
     "gpt2": GPT | {"packed_qkv": True, "ends_full": True},
-    "starcoder2": GPT,
+    "starcoder2": GPT | {"num_key_value_heads": 2},
     "opt": GPT | {"ends_full": True},
 }
 # Which layers have a sliding window where a config has no layer_types, and the window if it does not say.
@@ -66,7 +67,7 @@ WINDOWED: dict[str, tuple[Callable[[int], bool], int]] = {
 }
 DROPOUTS = ("resid_pdrop", "dropout", "hidden_dropout", "residual_dropout")  # after an MLP
 LEARNED_POSITIONS = {"gpt2": 0, "opt": 2}  # rows beyond max_position_embeddings
-TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gpt2", "starcoder2", "opt")
+TIED_BY_DEFAULT = ("smollm3", "gemma", "gemma2", "gemma3_text", "gpt2", "starcoder2", "opt")
 ALIASES = {
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
@@ -263,12 +264,13 @@ def shape_from_config(config: dict[str, Any]) -> DenseShape:
         values = [config[key] for key in ALIASES[name] if config.get(key) is not None]
         if not values and default is None:
             raise ValueError(f"it has no {' or '.join(ALIASES[name])}.")
-        value = values[0] if values else default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{ALIASES[name][0]} is {value!r}, but it is a whole number above 0.")
-        return value
+        return _whole(ALIASES[name][0], values[0] if values else default)
 
     traits = dict(FAMILIES[kind])
+    usual = {key: traits.pop(key, None) for key in ("num_key_value_heads", "head_dim")}
+    kv_heads, head_dim = (
+        None if (value := config.get(key, usual[key])) is None else _whole(key, value) for key in usual
+    )
     if kind in ("llama", "granite", "gemma", "smollm3") and config.get("attention_bias") is not None:
         traits["qkv_bias"] = traits["out_bias"] = bool(config["attention_bias"])
     if kind in ("llama", "granite", "smollm3") and config.get("mlp_bias") is not None:
@@ -288,18 +290,25 @@ def shape_from_config(config: dict[str, Any]) -> DenseShape:
         layers=layers,
         hidden=hidden,
         heads=size("heads"),
-        kv_heads=config.get("num_key_value_heads"),
-        head_dim=config.get("head_dim"),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         intermediate=size("intermediate", 4 * hidden if not traits.get("gated", True) else None),
         vocab=size("vocab"),
         **{**traits, "tied": kind in TIED_BY_DEFAULT if tied is None else bool(tied)},
     )
 
 
+def _whole(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} is {value!r}, but it is a whole number above 0.")
+    return value
+
+
 def _windows(config: dict[str, Any], kind: str, layers: int) -> tuple[int, ...]:
     """The sliding window of each layer, 0 for none."""
     slides, usual = WINDOWED.get(kind, (None, 4096))
     window = config.get("sliding_window", usual if slides else None) or 0
+    window = window and _whole("sliding_window", window)
     types = config.get("layer_types")
     if isinstance(types, list) and len(types) == layers:
         return tuple(window if each == "sliding_attention" else 0 for each in types)

@@ -42,6 +42,18 @@ def test_modules_say_what_the_families_say(kind):
     assert (built.features, built.ends_full, built.loose) == (True, known.ends_full, False)
 
 
+def test_families_have_what_transformers_takes_where_a_config_says_nothing():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 32, "vocab_size": 50}
+    for kind in set(FAMILIES) - {"gpt2", "opt"}:  # which have to say how many positions they learn
+        config = {"model_type": kind, "intermediate_size": 40, "pad_token_id": 0, **sizes}
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        assert shape_from_config(config).parameters() == model.num_parameters(), kind
+    for wrong in ({"num_key_value_heads": "8"}, {"head_dim": 0.5}, {"sliding_window": "4096"}):
+        with pytest.raises(ValueError, match=f"{[*wrong][0]} is .*, but it is a whole number above 0"):
+            shape_from_config(config | {"model_type": "mistral", "intermediate_size": 40} | wrong)
+
+
 def test_families_divide_rows_and_layers_where_a_grid_with_context_and_pipe_takes_them():
     for kind in FAMILIES:
         config = AutoConfig.for_model(kind)
