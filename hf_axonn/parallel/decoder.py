@@ -51,7 +51,7 @@ def install_decoder(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -
             functools.partial(patch_forward, forward=functools.partial(_full_sequence, state)),
         )
     decoder = model.get_submodule(plan.decoder)
-    patch_forward(decoder, functools.partial(_decoder, state, plan.final is None))
+    patch_forward(decoder, functools.partial(_decoder, state, decoder, plan.final is None))
     state.refuse_copies(decoder, *layers)
 
 
@@ -204,7 +204,17 @@ class PassKeeper:
             yield
 
 
-def _decoder(state: ShardedModel, ended: bool, original: Callable, /, *args, **kwargs):
+def _decoder(state: ShardedModel, decoder: nn.Module, ended: bool, original: Callable, /, *args, **kwargs):
+    """Run the decoder, whose first layer takes this rank's tokens, and return what it has for all tokens.
+
+    Raises:
+        ValueError: it leaves out layers at random, the first among them; or states are requested in a tuple.
+    """
+    if decoder.training and (drop := getattr(decoder, "layerdrop", 0)):
+        raise ValueError(
+            f"layerdrop is {drop}: layers that are left out at random, perhaps the first one, which divides tokens, "
+            f"are not supported over the grid {state.grid}: set layerdrop (decoder_layerdrop) of the config to 0."
+        )
     output = original(*args, **kwargs)
     if isinstance(output, dict) and output.get("attentions") is not None:
         output["attentions"] = _all_heads(state, output["attentions"])
@@ -227,7 +237,10 @@ def _decoder(state: ShardedModel, ended: bool, original: Callable, /, *args, **k
             output["hidden_states"] = tuple(each if _is_whole(each, tokens) else full(each) for each in states)
         _gather_routers(state, output, tokens)
     elif any(isinstance(value, tuple) for value in output):
-        raise ValueError("output_hidden_states and output_attentions of a parallelized model need return_dict=True.")
+        raise ValueError(
+            "output_hidden_states, output_attentions and output_router_logits, of a call or of the config, need "
+            "return_dict=True in a parallelized model."
+        )
     else:
         output = (last(output[0]), *output[1:])
     if not leave:

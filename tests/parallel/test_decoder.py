@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_axonn import Grid, parallelize
+from hf_axonn.architectures.plan import plan_for
+from hf_axonn.parallel.decoder import install_decoder
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
+from tests.parallel.test_sharded_model import sharded
 
 
 LAGUNA = dict(num_experts=2, num_experts_per_tok=1, mlp_layer_types=["dense", "dense"], attention="eager")
@@ -50,3 +54,12 @@ def test_what_layers_return_is_whole() -> None:
                 assert (own is None) == (state is None), name
                 if state is not None:
                     torch.testing.assert_close(own, state, rtol=1e-10, atol=1e-10)
+
+
+def test_layers_that_are_left_out_at_random_are_refused_in_training() -> None:
+    model = tiny_model("opt", layerdrop=0.5, ffn_dim=40, word_embed_proj_dim=48)
+    state, plan = sharded(model, Grid(x=2)), plan_for(model)
+    state.take_plan(model, plan, {})
+    install_decoder(state, model, plan)
+    with pytest.raises(ValueError, match="layerdrop is 0.5: .* over the grid data=1,z=1,y=1,x=2: set layerdrop"):
+        model.train()(**tiny_batch(2, 5))
