@@ -110,17 +110,13 @@ class ColumnParallel:
         self,
         state: ParallelState,
         linears: list[nn.Module],
-        heads: Heads | None = None,
-        segments: list[tuple[str, ...]] | None = None,
+        heads: Heads | None,
+        segments: list[tuple[str, ...]],
     ) -> None:
         self.state = state
         self.linears = linears
         self.heads = heads
         self.axes = heads.axes if heads else ("x", "y")
-        if segments is None:
-            segments = [
-                ("query",) if heads and linear is linears[0] else ("kv" if heads else "own",) for linear in linears
-            ]
         self.segments = segments
         self.exchanges = [
             HeadExchange(linear_size(linear)[0], parts, heads, state.grid_mesh)

@@ -147,8 +147,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
             chunks,
             pad_dim(weights.to(hidden.device), 0, chunks.targets.numel()).view_as(chunks.targets),
             len(targets),
-            self._smoothing / head.linear.out_features,
-            head.linear.out_features,
+            self._smoothing,
         )
 
     def _smooth(self, total: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
@@ -180,14 +179,16 @@ class _ChunkedLoss(torch.autograd.Function):
 
     Global: hidden [T, H], weight [V, H]. Local: hidden [T/(x*y), H], weight's z shard. Returns (sum, nll [T]).
     What adapters add to the logits is low [T/(x*y), R] @ up [V/(x*y), R].T, both None without them.
-    `weights` are as `chunks.targets`, bool or floats as in `Targets`; `count` is T; `smoothing` is e / V, `size` is V.
+    `weights` are as `chunks.targets`, bool or floats as in `Targets`; `count` is T; `smoothing` is e.
     Collectives, for each chunk: all-gather of tokens, all-reduce of max, all-reduce of sum-exp and target logit (and
     with smoothing the sum of logits), reduce-scatter of dh, all over (x, y); all-gather of the weight over z;
     backward: reduce-scatter of dW over z.
     """
 
     @staticmethod
-    def forward(ctx, hidden, shard, bias, low, up, chunks, weights, count, smoothing, size):
+    def forward(ctx, hidden, shard, bias, low, up, chunks, weights, count, smoothing):
+        spread_over = chunks.vocabulary if smoothing else 0
+        uniform = smoothing / chunks.vocabulary
         grad_low, grad_up = ctx.needs_input_grad[3:5]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weight = chunks.weight_of(chunks.product.gather_blocks(hidden.dtype))
@@ -206,15 +207,15 @@ class _ChunkedLoss(torch.autograd.Function):
                     logits.addmm_(beside, up.t())
                 logits, graph = chunks.apply_steps(logits)
                 logits[:, own:] = float("-inf")
-                nll, spread, total, is_own, column = _cross_entropy(logits, target, chunks, size if smoothing else 0)
+                nll, spread, total, is_own, column = _cross_entropy(logits, target, chunks, spread_over)
                 nlls.append(nll.view(parts, -1))
                 spreads.append(spread.view(parts, -1))
                 if not any(ctx.needs_input_grad):
                     del logits, graph
                     continue
-                share = is_own.to(wide) * (1 - smoothing * size)
+                share = is_own.to(wide) * (1 - smoothing)
                 less_target = chunks.product.state.compile_function(_softmax_less_target)
-                dlogits = less_target(logits, total, column, share, kept.to(wide), own, smoothing)
+                dlogits = less_target(logits, total, column, share, kept.to(wide), own, uniform)
                 dlogits = chunks.through_steps(graph, dlogits)
                 gradients.add_bias(dlogits)
                 if dup is not None:
@@ -229,7 +230,7 @@ class _ChunkedLoss(torch.autograd.Function):
         nll = torch.cat(nlls, dim=1).flatten()[:count]
         cost = nll
         if smoothing:
-            cost = nll * (1 - smoothing * size) + torch.cat(spreads, dim=1).flatten()[:count] * smoothing
+            cost = nll * (1 - smoothing) + torch.cat(spreads, dim=1).flatten()[:count] * uniform
         total = (cost * weights.flatten()[:count].to(cost.dtype)).sum()
         ctx.gradients = (gradients, dlow, dup)
         ctx.mark_non_differentiable(nll)
@@ -253,7 +254,7 @@ class _ChunkedLoss(torch.autograd.Function):
             dhidden,
             gradients.grad_shard(),
             *(None if other is None else other * grad for other in (gradients.bias, *adapters)),
-            *(None,) * 5,
+            *(None,) * 4,
         )
 
 
