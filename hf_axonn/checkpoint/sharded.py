@@ -2,7 +2,7 @@
 
     DIR/shard-0000R-model-*.safetensors    weights, one file a rank that writes any (partition.py)
     DIR/optimizer/shard-*.safetensors      optimizer state, likewise; DIR/optimizer/values.json its plain numbers
-    DIR/config.json, generation_config.json
+    DIR/config.json, generation_config.json, and the code of a model that came with its own
     DIR/matmul_layouts.json                what kernel tuning has chosen (engine/matmul_tuning.py), where it is on
     DIR/axonn_checkpoint.json              written last: the manifest (manifest.py), with a checksum of every file
 
@@ -113,6 +113,7 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
         return
     with save.writing():
         if not hasattr(model, "peft_config"):
+            _save_code(model, save.stage)
             for config in (getattr(model, name, None) for name in ("config", "generation_config")):
                 if config is not None and hasattr(
                     config, "save_pretrained"
@@ -125,11 +126,20 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
             (save.stage / LAYOUTS).write_text(state.tuner.to_json())
 
 
+def _save_code(model: nn.Module, folder: Path) -> None:
+    """Save the code of a model that came with its own, as `save_pretrained` does. No communication."""
+    from transformers import PreTrainedModel  # which may be half imported when this module is
+    from transformers.dynamic_module_utils import custom_object_save
+
+    if isinstance(model, PreTrainedModel) and model.is_remote_code():
+        custom_object_save(model, folder, config=model.config)
+
+
 def _describe(model: nn.Module) -> None:
     """Let the config say in which dtype weights are written, and of which class, as `save_pretrained` does: it is what
     they will be read as, and a model may have another dtype than it was loaded with, or a class that its base has not.
     No communication."""
-    from transformers import PreTrainedModel  # which may be half imported when this module is
+    from transformers import PreTrainedModel
 
     if hasattr(model, "peft_config"):  # the base is not written
         return

@@ -18,7 +18,7 @@ from hf_axonn.checkpoint.commit import write_manifest
 from hf_axonn.checkpoint.manifest import check_complete
 from hf_axonn.checkpoint.shard_files import checksum_of, file_name
 from tests.helpers.equality import full
-from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.models import UnlistedForCausalLM, tiny_batch, tiny_model, unplanned_model
 from tests.helpers.ranks import run_ranks
 
 
@@ -145,9 +145,11 @@ def save_model(folder: Path) -> None:
     save_sharded(model, folder / "without")
     model(**tiny_batch(4, 8)).loss.backward()
     save_sharded(model, folder / "with")  # over one with an optimizer
+    save_sharded(parallelize(unplanned_model(), Grid(z=2, x=2))[0], folder / "own")
 
 
-def test_what_is_on_disk(tmp_path):
+def test_what_is_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(UnlistedForCausalLM, "_auto_class", "AutoModelForCausalLM")  # as trust_remote_code does
     run_ranks(save_model, 4, tmp_path)
     manifest = check_complete(tmp_path / "without")
     assert {file_name(rank) for rank in range(4)} <= set(manifest.files)
@@ -157,9 +159,11 @@ def test_what_is_on_disk(tmp_path):
     # What others read: Transformers, and torch's own reader.
     truth = tiny_model("smollm2", dtype=torch.bfloat16)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "with", dtype=torch.bfloat16)
-    truth.save_pretrained(tmp_path / "stock")
-    saved, stock = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("with", "stock"))
-    assert saved == stock and saved["architectures"] == ["LlamaForCausalLM"]
+    for name, stock in (("with", truth), ("own", unplanned_model())):
+        stock.save_pretrained(tmp_path / "stock")
+        saved, written = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in (name, "stock"))
+        assert saved == written and saved["architectures"] == [type(stock).__name__]
+    assert "models.py" in check_complete(tmp_path / "own").files, "the code that auto_map names"
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
