@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -89,8 +90,13 @@ def run_doctor(options: argparse.Namespace) -> int:
     """
     for name in ("batch", "seq", "accumulation", "gpu_memory"):
         value = getattr(options, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} is {value}: give a number above 0.")
+    given = [name for name in ("batch", "seq", "checkpointing", "gpu_memory", "machine") if getattr(options, name)]
+    if given and options.model is None:
+        raise ValueError(f"--{given[0].replace('_', '-')} goes with --model: without one no memory is counted.")
+    if options.gpu_memory and options.machine:
+        raise ValueError(f"--gpu-memory stands in place of --machine {options.machine}: leave one of them out.")
     if options.trust_remote_code:
         register_code(options.model)
     findings = Findings()

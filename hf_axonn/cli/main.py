@@ -20,6 +20,7 @@ Bad input ends with exit code 2 and a message.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 
 from hf_axonn.cli.certify import add_certify, run_certify
@@ -85,7 +86,7 @@ def _convert(options: argparse.Namespace) -> int:
 
     from hf_axonn.checkpoint.export import export_hf
 
-    if options.max_shard_gb <= 0:
+    if not 0 < options.max_shard_gb < math.inf:
         raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give a number above 0.")
     export_hf(options.checkpoint, options.output, shard_bytes=int(options.max_shard_gb * 2**30))
     print(f"{options.output} holds the model: AutoModelForCausalLM.from_pretrained({options.output!r})")

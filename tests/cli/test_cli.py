@@ -98,5 +98,6 @@ def test_what_cannot_be_converted_ends_with_2_and_a_message(tmp_path, capsys):
     write_manifest(source, Manifest("id", Grid(x=2), {}))
     assert main(["convert", str(source), output]) == 2
     assert "holds adapters" in capsys.readouterr().err
-    assert main(["convert", str(source), output, "--max-shard-gb", "0"]) == 2
-    assert "--max-shard-gb" in capsys.readouterr().err
+    for size in ("0", "inf", "nan"):
+        assert main(["convert", str(source), output, "--max-shard-gb", size]) == 2
+        assert f"--max-shard-gb is {float(size)}: give a number above 0" in capsys.readouterr().err
