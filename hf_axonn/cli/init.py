@@ -26,7 +26,7 @@ from hf_axonn.compat.own_code import add_own_code_option, register_code
 from hf_axonn.config import PRECISIONS
 from hf_axonn.launch.launch_file import core_count, gpu_count
 from hf_axonn.planner.dense import GPTS
-from hf_axonn.planner.from_settings import SEQUENCE, choose_batch, number, too_long, usual_seq
+from hf_axonn.planner.from_settings import SEQUENCE, choose_batch, number, other_nodes, too_long, usual_seq
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import known_machines, load_machine, machine_of_gpus
 from hf_axonn.planner.search import GridRanking, plan
@@ -130,7 +130,8 @@ def run_init(options: argparse.Namespace) -> int:
     lines = [f"{batch.note}."] if batch.note else []
     if shape and devices.machine:
         found = plan_grid(shape, devices.machine, batch.sequences, seq, processes, precision)
-        lines += [*unlike(found, devices.machine, processes // nodes, nodes), *in_short(found)]
+        unlike = other_nodes(found, processes // nodes, nodes)
+        lines += [*([f"{unlike}."] if unlike else []), *in_short(found)]
         long = too_long(seq, shape.max_positions)
         lines += [f"  {note}" for note in (long, *found.job.untimed) if note]
         section = section_lines(found.best)
@@ -232,14 +233,6 @@ def how_to_measure(local: int) -> list[str]:
     """Lines on how to plan for an unknown machine, with `local` processes on a node."""
     measure = f"torchrun --nproc-per-node {local} -m hf_axonn bench-links --output this.json"
     return [f"  to plan, measure it: {measure}", "  and repeat this with --machine this.json --model MODEL --force"]
-
-
-def unlike(found: GridRanking, machine: str, per_node: int, nodes: int) -> list[str]:
-    """A line where the processes of a node are not those of a node of the plan."""
-    joined = found.job.machine.gpus_per_node
-    if per_node <= joined and (nodes == 1 or per_node == joined):
-        return []
-    return [f"planned as if every {joined} neighbours were a node of {machine}, not {per_node}."]
 
 
 def launch_lines(output: Path, nodes: int) -> list[str]:

@@ -87,7 +87,9 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None], *, g
     if isinstance(section, Mapping):
         section, notes = _fill_data(section, num_processes)
         section, joined = _join_parallelism_config(section, settings, options)
-        section, planned = resolve_auto(section, num_processes, mixed_precision=precision, read=_read_shape)
+        section, planned = resolve_auto(
+            section, num_processes, mixed_precision=precision, nodes=num_machines, read=_read_shape
+        )
         notes += joined + planned
     config = AxonnConfig.from_mapping(section, num_processes=num_processes)
     if config.residual_dtype == "bfloat16" and precision != "bf16":

@@ -70,6 +70,14 @@ def too_long(seq: int, max_positions: int) -> str:
     )
 
 
+def other_nodes(ranking: GridRanking, per_node: int, nodes: int) -> str:
+    """Return a sentence where the processes of a node are not those of a node of the plan; else nothing."""
+    machine = ranking.job.machine
+    if per_node <= machine.gpus_per_node and (nodes == 1 or per_node == machine.gpus_per_node):
+        return ""
+    return f"planned as if every {machine.gpus_per_node} neighbours were a node of {machine.name}, not {per_node}"
+
+
 class Batch(NamedTuple):
     """Sequences of a step, and a note for a user who asked for another number; empty if there is none."""
 
@@ -155,6 +163,7 @@ def resolve_auto(
     num_processes: int,
     *,
     mixed_precision: str,
+    nodes: int = 1,
     read: Callable[[str], ModelShape] = load_shape,
 ) -> tuple[dict[str, Any], list[str]]:
     """Replace `grid: auto` of the section `axonn_config` by the sizes that the planner ranks first.
@@ -163,6 +172,7 @@ def resolve_auto(
         section: as it stands in the launch file.
         num_processes: ranks of the grid.
         mixed_precision: no, bf16 or fp16, for the bytes of activations.
+        nodes: on which as many ranks run each.
         read: gives the shape of a model by its name.
     Returns:
         The section, unchanged where it has neither `grid: auto` nor `plan`, and sentences for the user.
@@ -189,7 +199,7 @@ def resolve_auto(
     except (ValueError, OSError) as error:  # OSError: of a name that no file can have
         raise ValueError(f"axonn_config.plan: {error}") from None
     resolved = _write_best(section, job, best)
-    return resolved, _explain(resolved, batch, ranking)
+    return resolved, _explain(resolved, batch, ranking, other_nodes(ranking, num_processes // nodes, nodes))
 
 
 def _check_plan(section: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -276,8 +286,8 @@ def _write_best(section: Mapping[str, Any], job: Job, best: Prediction) -> dict[
     return resolved
 
 
-def _explain(resolved: Mapping[str, Any], batch: Batch, ranking: GridRanking) -> list[str]:
-    """Sentences on the best grid, the batch and the grid that comes second."""
+def _explain(resolved: Mapping[str, Any], batch: Batch, ranking: GridRanking, unlike: str) -> list[str]:
+    """Sentences on the best grid, the batch, nodes that are others and the grid that comes second."""
     best = ranking.best
     kept = f", keep_gathered {best.job.keep_gathered}" if "keep_gathered" in resolved else ""
     kept += f", experts {best.experts}" if best.experts else ""
@@ -289,7 +299,7 @@ def _explain(resolved: Mapping[str, Any], batch: Batch, ranking: GridRanking) ->
         f"{best.micro_batches}."
     ]
     long = too_long(best.job.seq, best.job.shape.max_positions)
-    notes += [f"{note}." for note in (batch.note, long, *best.job.untimed) if note]
+    notes += [f"{note}." for note in (batch.note, unlike, long, *best.job.untimed) if note]
     if len(ranking.ranked) > 1:
         second = ranking.ranked[1]
         notes.append(f"second is {second.grid}, {second.total / best.total - 1:.1%} slower.")

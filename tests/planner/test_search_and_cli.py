@@ -567,6 +567,9 @@ def test_grid_auto_is_resolved_at_the_launch(tmp_path):
     assert any(f"grid: auto is {launch.config.grid}" in note for note in launch.notes)
     assert any(note.startswith("second is data=") for note in launch.notes)
     assert "1,000,000 tokens are 488.3 sequences of 2,048: planned for 512, +4.9%." in launch.notes
+    assert "planned as if every 4 neighbours were a node of perlmutter, not 64." in launch.notes
+    settings |= {"num_machines": 16, "main_process_ip": "here", "main_process_port": 1}
+    assert not any("planned as if" in note for note in resolve(settings, {}).notes)
 
 
 def test_grid_auto_runs_no_code_that_comes_with_a_model(tmp_path):
