@@ -59,7 +59,7 @@ class BlockPlan:
         row: the projection that ends the block.
         query, kv: numbers of heads; 0 for an MLP, and for a mixer whose channels belong to no head.
         attributes: of the entry, which hold a number of the full model and are to be made this rank's: name ->
-            "query" or "kv", or segments; a name like config.x is set on a copy of the module's config.
+            "query" or "kv", or segments; a name like config.x is set beside the module's config.
         arguments: of the entry, whose first dim is batch x query heads, or query heads.
         latent, shared, parts, cross, borrows, added: as in table.BlockSpec.
         inner_norms: norms over all features that a column layer returns or the row layer gets: their name -> what they

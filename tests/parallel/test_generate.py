@@ -265,6 +265,31 @@ def test_without_cache():
     run_ranks(_without_cache, 2, write(llama(), PROMPTS, do_sample=False, use_cache=False))
 
 
+def drafted(model, place):
+    """The first row is drafted by the model itself, and done after fewer passes than the second."""
+    prompt = {"input_ids": PROMPTS["input_ids"][place : place + 1]}
+    drafter = llama(seed=5 * place)
+    return [
+        write(model, prompt, do_sample=False, **way)
+        for way in ({"assistant_model": drafter}, {"prompt_lookup_num_tokens": 2})
+    ]
+
+
+def _drafted(truths):
+    model, _ = parallelize(llama(), Grid(z=2))
+    place = dist.get_rank()
+    for ours, truth in zip(drafted(model, place), truths[place], strict=True):
+        assert torch.equal(ours, truth)
+    drafter, _ = parallelize(llama(), Grid(z=2))
+    with pytest.raises(ValueError, match="assistant_model is sharded over z=2"):
+        write(model, PROMPTS, assistant_model=drafter)
+
+
+@pytest.mark.slow
+def test_ranks_of_z_draft_tokens_as_often_as_each_needs():
+    run_ranks(_drafted, 2, [drafted(llama(), place) for place in range(2)], timeout=60)
+
+
 def step_and_write(model):
     """A training step between two generations: weights that were gathered ahead must not be used again."""
     before = write(model, PROMPTS, do_sample=False)
