@@ -216,8 +216,9 @@ def _decoder(state: ShardedModel, decoder: nn.Module, ended: bool, original: Cal
             f"are not supported over the grid {state.grid}: set layerdrop (decoder_layerdrop) of the config to 0."
         )
     output = original(*args, **kwargs)
-    if isinstance(output, dict) and output.get("attentions") is not None:
-        output["attentions"] = _all_heads(state, output["attentions"])
+    for name in ("attentions", "cross_attentions") if isinstance(output, dict) else ():
+        if output.get(name) is not None:
+            output[name] = _all_heads(state, output[name])
     tokens, stage = state.context.tokens, state.context.stage
     if stage is not None and not stage.last and isinstance(output, dict):
         _gather_routers(state, output, stage.tokens)

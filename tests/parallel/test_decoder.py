@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_axonn import Grid, parallelize
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.parallel.decoder import install_decoder
+from tests.benchmarks.architectures.tiny_configs import tiny_model as surveyed_model
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -31,6 +32,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict]] = {
         functools.partial(tiny_model, "laguna", num_attention_heads_per_layer=[3, 4], num_key_value_heads=1, **LAGUNA),
         dict(output_attentions=True),
     ),
+    "bart": (
+        functools.partial(surveyed_model, "bart"),
+        dict(output_attentions=True, encoder_hidden_states=torch.linspace(-1, 1, 2 * 3 * 48).double().view(2, 3, 48)),
+    ),
 }
 
 
@@ -38,14 +43,16 @@ def returned(grid: Grid | None) -> dict[str, list[Tensor | None]]:
     found = {}
     for name, (make, options) in CASES.items():
         model = make().eval()
+        model.set_attn_implementation("eager")
         if grid is not None:
             parallelize(model, grid)
         with torch.no_grad(), Float64():
             output = model(input_ids=tiny_batch(2, 5)["input_ids"], **options)
-        found[name] = [*(output.hidden_states or output.attentions)]
+        found[name] = [*(output.hidden_states or output.get("cross_attentions") or output.attentions)]
     return found
 
 
+@pytest.mark.slow
 def test_what_layers_return_is_whole() -> None:
     truth = returned(None)
     for ours in run_ranks(returned, 2, Grid(x=2)):
