@@ -14,6 +14,7 @@ Everything that is loaded is compared with its checksum first, and nothing but t
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, SCALER_NAME
 from torch import nn
@@ -51,8 +53,9 @@ from hf_axonn.compat.accelerate import (
     registered_objects,
     state_hooks,
 )
+from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.compat.torch import refuse_pickle
-from hf_axonn.distributed.collectives import barrier, world_rank
+from hf_axonn.distributed.collectives import barrier, leave_world, world_rank
 from hf_axonn.engine.state import parallel_state
 
 
@@ -261,6 +264,13 @@ class FileMethods(LoadMethods):
     def wait_for_everyone(self) -> None:
         """Wait for all ranks, without a limit of time: one may have worked alone before."""
         barrier()
+
+    def end_training(self) -> None:
+        """End trackers as the stock method. The ranks part at the end of the script: many a script saves its model
+        after this call, as one process can, and here each rank has a part of it."""
+        atexit.register(leave_world)
+        with replace_attributes({(PartialState, "destroy_process_group"): lambda *_: None}):
+            super().end_training()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs) -> str:
         """Save a sharded state: every rank must call it. An earlier one stays until this is complete.

@@ -389,6 +389,12 @@ def barrier() -> None:
         dist.barrier()
 
 
+def leave_world() -> None:
+    """Destroy the process group, if there still is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def world_rank() -> int:
     """This process' rank, 0 on one process."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -481,7 +481,10 @@ def _whole_models(folder: Path, grids: list[Grid]) -> None:
             accelerator.save_model(model, place / "a file")
         accelerator.save_model(model, place / "one file")
         accelerator.save_model(model, place / "pickled", safe_serialization=False)
-        # As scripts of Accelerate's examples end.
+        # As scripts of Accelerate's examples end, older ones of Transformers in this order.
+        accelerator.end_training()
+        accelerator.wait_for_everyone()
+        assert accelerator.num_processes == grid.dp_size
         accelerator.unwrap_model(model).save_pretrained(
             place / "plain", is_main_process=accelerator.is_main_process, save_function=accelerator.save
         )
