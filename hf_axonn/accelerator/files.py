@@ -270,7 +270,7 @@ class FileMethods(LoadMethods):
         after this call, as one process can, and here each rank has a part of it."""
         atexit.register(leave_world)
         with replace_attributes({(PartialState, "destroy_process_group"): lambda *_: None}):
-            super().end_training()
+            super().end_training()  # type: ignore[misc]  # of Accelerator
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs) -> str:
         """Save a sharded state: every rank must call it. An earlier one stays until this is complete.

@@ -113,7 +113,10 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
         return
     with save.writing():
         if not hasattr(model, "peft_config"):
-            _save_code(model, save.stage)
+            if hasattr(model, "is_remote_code") and model.is_remote_code():
+                from transformers.dynamic_module_utils import custom_object_save
+
+                custom_object_save(model, save.stage, config=model.config)
             for config in (getattr(model, name, None) for name in ("config", "generation_config")):
                 if config is not None and hasattr(
                     config, "save_pretrained"
@@ -126,29 +129,18 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
             (save.stage / LAYOUTS).write_text(state.tuner.to_json())
 
 
-def _save_code(model: nn.Module, folder: Path) -> None:
-    """Save the code of a model that came with its own, as `save_pretrained` does. No communication."""
-    from transformers import PreTrainedModel  # which may be half imported when this module is
-    from transformers.dynamic_module_utils import custom_object_save
-
-    if isinstance(model, PreTrainedModel) and model.is_remote_code():
-        custom_object_save(model, folder, config=model.config)
-
-
 def _describe(model: nn.Module) -> None:
     """Let the config say in which dtype weights are written, and of which class, as `save_pretrained` does: it is what
     they will be read as, and a model may have another dtype than it was loaded with, or a class that its base has not.
     No communication."""
-    from transformers import PreTrainedModel
-
     if hasattr(model, "peft_config"):  # the base is not written
         return
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     config: Any = getattr(model, "config", None)
     if config is not None and dtypes:
         config.dtype = functools.reduce(torch.promote_types, dtypes)
-    if isinstance(model, PreTrainedModel):
-        model.config.architectures = [type(model).__name__]
+    if hasattr(config, "architectures"):
+        config.architectures = [type(model).__name__]
 
 
 def load_sharded(model: nn.Module, directory: str | Path, *, optimizer: torch.optim.Optimizer | None = None) -> None:
