@@ -113,10 +113,11 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
         return
     with save.writing():
         if not hasattr(model, "peft_config"):
-            if hasattr(model, "is_remote_code") and model.is_remote_code():
+            described: Any = model
+            if hasattr(model, "is_remote_code") and described.is_remote_code():
                 from transformers.dynamic_module_utils import custom_object_save
 
-                custom_object_save(model, save.stage, config=model.config)
+                custom_object_save(model, save.stage, config=described.config)
             for config in (getattr(model, name, None) for name in ("config", "generation_config")):
                 if config is not None and hasattr(
                     config, "save_pretrained"
