@@ -92,6 +92,8 @@ def _convert(options: argparse.Namespace) -> int:
     print(f"{options.output} holds the model: AutoModelForCausalLM.from_pretrained({options.output!r})")
     if not Path(options.output, "config.json").is_file():
         print(f"{options.checkpoint} has no config.json, as FSDP writes none: copy that of the model to it.")
+    if code := sorted(path.name for path in Path(options.checkpoint).glob("*.py")):
+        print(f"code that came with the model is left out: read {', '.join(code)}, and copy what is to run.")
     return 0
 
 

@@ -39,6 +39,9 @@ from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
 
 
+OMIT = "leave that setting out"  # the remedy where no other batch or grid would help
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """A step on a grid.
@@ -167,10 +170,11 @@ def refusal(job: Job, grid: Grid) -> str:
         return f"x and y do not divide rows of {linear.cols} numbers into whole blocks of {BLOCK}"
     if refuses_residual(job, grid):
         return (
-            "residual_dtype is bf16, but one rank, or a model whose layers are not known, leaves the stream as it is"
+            "residual_dtype is bf16, but one rank, or a model whose layers are not known, leaves the stream as it is: "
+            f"{OMIT}"
         )
     if job.shape.loose and isinstance(job.keep_gathered, int):
-        return f"keep_gathered is {job.keep_gathered}, but the layers of this model are not known: take all or none"
+        return f"keep_gathered is {job.keep_gathered}, but the layers of this model are not known: {OMIT}"
     rows = job.sequences // grid.dp_size
     if job.micro_batches and rows % job.micro_batches:
         return f"{rows} sequences of a (data, z) position do not make {job.micro_batches} micro-batches of one size"

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from hf_axonn.planner.candidate import Candidate
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE
-from hf_axonn.planner.predict import Prediction, fastest_pipeline, predict, predict_candidate, refusal
+from hf_axonn.planner.predict import OMIT, Prediction, fastest_pipeline, predict, predict_candidate, refusal
 from hf_axonn.planner.settings import keep_weights, on_grid, variants
 from hf_axonn.topology.axis_order import ORDER, check_order, trim_order
 from hf_axonn.topology.grid import Grid, divisors
@@ -82,8 +82,8 @@ class GridRanking:
             return f"no grid of {self.gpus} GPUs is possible: {why}."
         grid, why = self.impossible[0]
         other = "".join(f", or another {axis}" for axis in ("context", "pipe") if getattr(grid, axis) > 1)
-        remedy = f"Take a larger batch{other}."
-        return f"no grid of {self.gpus} GPUs is possible, for instance {grid}: {why}. {remedy}"
+        remedy = "" if why.endswith(OMIT) else f" Take a larger batch{other}."
+        return f"no grid of {self.gpus} GPUs is possible, for instance {grid}: {why}.{remedy}"
 
 
 def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -128,7 +128,7 @@ def load_in_every_way(checkpoint: Path) -> None:
     from_pretrained(checkpoint, grid=GRID)
 
 
-def test_no_code_of_a_checkpoint_is_imported(honest, tmp_path, trace):
+def test_no_code_of_a_checkpoint_is_imported(honest, tmp_path, trace, capsys):
     """auto_map in the config and in the tokenizer's, and weights as pickles beside the shards."""
     checkpoint = tmp_path / "checkpoint-1"
     shutil.copytree(honest, checkpoint)
@@ -148,7 +148,8 @@ def test_no_code_of_a_checkpoint_is_imported(honest, tmp_path, trace):
         AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     run_ranks(load_in_every_way, 2, checkpoint)
     assert main(["verify", str(checkpoint)]) == 0
-    export_hf(checkpoint, tmp_path / "plain")
+    assert main(["convert", str(checkpoint), str(tmp_path / "plain")]) == 0
+    assert "code that came with the model is left out: read evil.py, and copy what" in capsys.readouterr().out
     assert not list((tmp_path / "plain").glob("*.bin")) and not (tmp_path / "plain" / "evil.py").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert not trace.exists()
