@@ -6,10 +6,10 @@ Checked with transformers 5.20 to 5.24.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.four_bit_loading import is_stored_in_bytes, loading_hooks
 from hf_axonn.checkpoint.lazy_tensors import LazyTensor, Region, read, unread
+from hf_axonn.checkpoint.manifest import is_sharded_checkpoint
+from hf_axonn.checkpoint.sharded import read_weights
 from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.compat.transformers import collected_tensors_are_numbered, note_what_is_read
 from hf_axonn.engine.dtensors import local
@@ -81,7 +83,7 @@ def distribute_when_built(
                 STAYS if is_stored_in_bytes(parameter) else _Part(parameter.shape, part_of(parameter))
             ),
             (core_model_loading, "spawn_materialize"): _read_or_wait,
-            (core_model_loading, "set_param_for_module"): partial(
+            (core_model_loading, "set_param_for_module"): functools.partial(
                 _set_part, core_model_loading.set_param_for_module, part_of, device, readers
             ),
         }
@@ -133,6 +135,27 @@ def fill(
     return info.missing_keys, info.unexpected_keys
 
 
+def let_ranks_read_alone() -> None:
+    """Let Transformers' from_pretrained of this process read our checkpoints on one of several ranks, too. Once.
+
+    Its own reader, that of torch.distributed.checkpoint, would wait for all ranks.
+    """
+    from transformers.distributed import mixin
+
+    within: Any = mixin
+    stock = within._load_model_checkpoint_distributed
+    if not hasattr(stock, "__wrapped__"):
+        within._load_model_checkpoint_distributed = functools.wraps(stock)(functools.partial(_read_alone, stock))
+
+
+def _read_alone(stock: Callable[..., None], model: nn.Module, directory: str, *args: Any, **kwargs: Any) -> None:
+    whole = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if whole and torch.distributed.is_initialized() and is_sharded_checkpoint(directory):
+        read_weights(model, directory)
+    else:
+        stock(model, directory, *args, **kwargs)
+
+
 @dataclass(frozen=True)
 class _Part:
     """This rank's part of a parameter."""
@@ -166,7 +189,7 @@ def _read_or_wait(
     known = tensor_idx is None and collected_tensors_are_numbered()
     if not known or (sharding_op is not None and lazy.shape != sharding_op.shape):
         return lazy
-    job = partial(_read_part, lazy, sharding_op.region if sharding_op else None, device)
+    job = functools.partial(_read_part, lazy, sharding_op.region if sharding_op else None, device)
     return pool.submit(job) if pool is not None else job
 
 

@@ -25,6 +25,7 @@ from hf_axonn.architectures.feature_layout import LayoutChoice, choose_layout
 from hf_axonn.architectures.plan import ShardingPlan, plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
+from hf_axonn.checkpoint.hf_loader import let_ranks_read_alone
 from hf_axonn.compat.dtensor_numbers import meet_plain_tensors, total_norm_by
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.peft import without_peft, wrapped_modules
@@ -275,6 +276,8 @@ def _replace_methods(model: nn.Module, state: ShardedModel) -> None:
     if hasattr(model, "init_continuous_batching"):
         vars(model)["init_continuous_batching"] = functools.partial(_refuse_continuous_batching, state.grid)
     install_save_pretrained(model)
+    if hasattr(model, "from_pretrained"):
+        let_ranks_read_alone()
 
 
 def _refuse_continuous_batching(grid: Grid, *_: Any, **__: Any) -> None:

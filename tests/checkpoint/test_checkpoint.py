@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor
@@ -146,6 +147,11 @@ def save_model(folder: Path) -> None:
     model(**tiny_batch(4, 8)).loss.backward()
     save_sharded(model, folder / "with")  # over one with an optimizer
     save_sharded(parallelize(unplanned_model(), Grid(z=2, x=2))[0], folder / "own")
+    if dist.get_rank() == 1:  # alone, as a script's main process, while the others are elsewhere
+        found = AutoModelForCausalLM.from_pretrained(folder / "with")
+        truth = tiny_model("smollm2", dtype=torch.bfloat16)
+        assert found.dtype == torch.bfloat16 and found.state_dict().keys() == truth.state_dict().keys()
+        assert all(torch.equal(found.state_dict()[name], value) for name, value in truth.state_dict().items())
 
 
 def test_what_is_on_disk(tmp_path, monkeypatch):

@@ -204,7 +204,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 model, optimizer = accelerator.prepare(model, optimizer)
 accelerator.backward(model(torch.ones(3, 4)).sum())
 optimizer.step()
-print(accelerator.num_processes, model.weight.to_local().shape, flush=True)
+print(f"{accelerator.num_processes} {model.weight.to_local().shape}\\n", end="", flush=True)  # in one write
 """
 
 
