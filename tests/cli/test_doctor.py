@@ -294,7 +294,7 @@ def test_of_a_pipeline_the_rank_that_needs_most_has_to_fit(tmp_path, capsys):
 
 
 def test_gradients_stay_while_micro_batches_add_up(tmp_path, capsys):
-    """As a plan of the same step counts them."""
+    """The doctor counts them as a plan of the same step does."""
     printed = []
     command = write(tmp_path, even_llama(), grid={"z": 4})
     for count in ("1", "4"):

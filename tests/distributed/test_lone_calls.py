@@ -225,7 +225,7 @@ def test_what_a_rank_leaves_that_a_signal_ends(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk")
 def test_ranks_end_where_disks_are_full(tmp_path, monkeypatch):
-    """What a crash file raised when it was closed, or a message in the log, kept a process that had to end."""
+    """An error of a crash file that is closed, or of a message in the log, kept a process that had to end."""
     folder, real = tmp_path / "watch", os.open
     monkeypatch.setattr(crashes.faulthandler, "is_enabled", lambda: False)
     monkeypatch.setattr(crashes.os, "open", lambda path, flags, mode: real("/dev/full", os.O_WRONLY))

@@ -138,7 +138,7 @@ def test_accelerates_default_file_may_have_the_section(file):
 
 
 def test_a_process_without_a_home_launches_as_accelerate_does(monkeypatch):
-    """As in a container that runs under a user whom its passwd does not name."""
+    """A container may run under a user whom its passwd does not name."""
     for variable in ("HOME", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
