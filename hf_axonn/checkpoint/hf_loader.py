@@ -6,10 +6,10 @@ Checked with transformers 5.20 to 5.24.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +83,7 @@ def distribute_when_built(
                 STAYS if is_stored_in_bytes(parameter) else _Part(parameter.shape, part_of(parameter))
             ),
             (core_model_loading, "spawn_materialize"): _read_or_wait,
-            (core_model_loading, "set_param_for_module"): functools.partial(
+            (core_model_loading, "set_param_for_module"): partial(
                 _set_part, core_model_loading.set_param_for_module, part_of, device, readers
             ),
         }
@@ -145,7 +145,7 @@ def let_ranks_read_alone() -> None:
     within: Any = mixin
     stock = within._load_model_checkpoint_distributed
     if not hasattr(stock, "__wrapped__"):
-        within._load_model_checkpoint_distributed = functools.wraps(stock)(functools.partial(_read_alone, stock))
+        within._load_model_checkpoint_distributed = wraps(stock)(partial(_read_alone, stock))
 
 
 def _read_alone(stock: Callable[..., None], model: nn.Module, directory: str, *args: Any, **kwargs: Any) -> None:
@@ -189,7 +189,7 @@ def _read_or_wait(
     known = tensor_idx is None and collected_tensors_are_numbered()
     if not known or (sharding_op is not None and lazy.shape != sharding_op.shape):
         return lazy
-    job = functools.partial(_read_part, lazy, sharding_op.region if sharding_op else None, device)
+    job = partial(_read_part, lazy, sharding_op.region if sharding_op else None, device)
     return pool.submit(job) if pool is not None else job
 
 

@@ -302,6 +302,7 @@ def test_gradients_stay_while_micro_batches_add_up(tmp_path, capsys):
         printed.append(float(re.search(r"about ([\d.]+) MiB at the worst", capsys.readouterr().out)[1]))
     shape = load_shape(str(tmp_path / "config.json"))
     step = Step(rows=64, seq=64, micro_batches=4)
+    # Printed with two digits.
     assert printed[0] < printed[1] == pytest.approx(memory(shape, Grid(z=4), step).total / 2**20, abs=0.01)
 
 

@@ -223,7 +223,9 @@ def test_what_a_rank_leaves_that_a_signal_ends(tmp_path):
     assert dict(crashes_in(str(tmp_path / "none"))) == {}
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="this system has no /dev/full, which is a disk without room"
+)
 def test_ranks_end_where_disks_are_full(tmp_path, monkeypatch):
     """An error of a crash file that is closed, or of a message in the log, kept a process that had to end."""
     folder, real = tmp_path / "watch", os.open

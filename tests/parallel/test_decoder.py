@@ -1,4 +1,4 @@
-"""What a model returns of its layers is of all tokens and heads, as on one process."""
+"""Hidden states and attention weights that a model returns: of all tokens and heads, as on one process."""
 
 from __future__ import annotations
 
