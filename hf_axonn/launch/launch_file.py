@@ -6,6 +6,7 @@ nothing. Options on the command line hold over the file, as in accelerate.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -41,6 +42,7 @@ OTHERS_OPTIONS = (
 )
 # Of drivers that torch.cuda needs: NVIDIA's, on Jetson too, AMD's, and Windows' under WSL.
 DRIVER_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
+PORTS = 2**16 - 1
 # What makes accelerate start one process for each rank by torchrun.
 MULTI_DEVICE = tuple(f"MULTI_{kind}" for kind in ("GPU", "XPU", "NPU", "HPU", "MLU", "SDAA", "MUSA", "NEURON"))
 
@@ -106,9 +108,9 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None], *, g
     # YAML reads an unquoted no as false, where accelerate expects the word. What the command line says counts for it.
     kept["mixed_precision"] = _precision(settings, {})
     kept["num_processes"], kept["num_machines"] = num_processes, num_machines
-    if num_machines == 1:
-        # The default port is shared by all launches of a machine; 0 takes a free one.
-        kept.setdefault("main_process_port", 0)
+    # The default port is shared by all launches of a machine; 0 takes a free one, of this machine alone.
+    least = 0 if num_machines == 1 else 1
+    kept["main_process_port"] = _integer("main_process_port", settings, options, default=0, least=least, most=PORTS)
 
     kind = _distributed_type(settings, options, num_processes)
     use_cpu, more = _use_cpu(settings, options, kind, num_processes, gpus)
@@ -256,7 +258,13 @@ def _processes(settings: Mapping[str, Any], options: Mapping[str, str | None]) -
 
 
 def _integer(
-    name: str, settings: Mapping[str, Any], options: Mapping[str, str | None], *, default: int | None, least: int
+    name: str,
+    settings: Mapping[str, Any],
+    options: Mapping[str, str | None],
+    *,
+    default: int | None,
+    least: int,
+    most: float = math.inf,
 ) -> int | None:
     value = options[name] if options.get(name) is not None else settings.get(name)
     if value is None:
@@ -265,8 +273,9 @@ def _integer(
         number = value if isinstance(value, int) and not isinstance(value, bool) else int(str(value))
     except ValueError:
         number = least - 1
-    if number < least:
-        raise ValueError(f"{name} is {value!r}, but it is a whole number of at least {least}.")
+    if not least <= number <= most:
+        bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{name} is {value!r}, but it is a whole number {bounds}.")
     return number
 
 

@@ -153,6 +153,7 @@ def test_the_command_line_holds_over_the_file():
         options,
     )
     assert (launch.settings["num_processes"], launch.settings["num_machines"]) == (8, 2)
+    assert resolve(settings(main_process_port="29500"), {}).settings["main_process_port"] == 29500
     with pytest.raises(ValueError, match="= 4, but 8"):
         resolve(settings(), {"num_processes": "8"})
 
@@ -235,6 +236,13 @@ def test_other_ways_to_split_a_model_are_refused_by_name(section):
             {"num_machines": 2, "main_process_ip": "a", "main_process_port": 1},
             {"max_restarts": "3"},
             "max_restarts is 3 on 2 machines, where restarted processes find the addresses of the former ones",
+        ),
+        ({"main_process_port": "x"}, {}, "main_process_port is 'x', but it is a whole number from 0 to 65535."),
+        ({}, {"main_process_port": "70000"}, "main_process_port is '70000', but"),
+        (
+            {"num_machines": 2, "main_process_ip": "a", "main_process_port": "0"},
+            {},
+            "main_process_port is '0', but it is a whole number from 1 to 65535.",
         ),
         ({}, {"max_restarts": "-1"}, "max_restarts is '-1', but it is a whole number of at least 0."),
     ],
