@@ -169,6 +169,10 @@ def run_plan(options: argparse.Namespace) -> int:
         raise ValueError("--pipe is not planned with --lora: leave one of them out.")
     options.pipes = axis_sizes(options.pipe, "--pipe")
     options.contexts = axis_sizes(options.context, "--context")
+    if options.pipes == [1] and (idle := sorted(given & {"pipeline", "stages_per_rank"})):
+        raise ValueError(f"--fix {idle[0]} is of a pipeline: give --pipe with sizes of it, or any, or leave it out.")
+    if "experts" in given and not shape.experts:
+        raise ValueError("--fix experts is of a mixture of experts, and this model has none: leave it out.")
     job = _job(options, shape, batch.sequences, fixed)
     return _sweep(options, job, counts) if options.sweep else _plan(options, job)
 

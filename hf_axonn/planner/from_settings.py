@@ -186,13 +186,16 @@ def resolve_auto(
         seq = number(settings["seq"])
         batch = choose_batch(number(settings["batch_tokens"]), seq, num_processes)
         job = _job_of_plan(section, settings, batch.sequences, seq, mixed_precision, read)
+        pipes = axis_sizes(settings.get("pipe", 1), "pipe")
+        if mixed_precision == "fp16" and (pipes is None or 1 in pipes):
+            pipes = [1]  # a launch refuses fp16 over pipe
         ranking = plan(
             job,
             num_processes,
             order=check_order(section["order"]) if "order" in section else None,
             # What the launch file does not say may be chosen; checkpointing is the script's.
             free=[name for name in ("keep_gathered", "experts") if name not in section],
-            pipes=axis_sizes(settings.get("pipe", 1), "pipe"),
+            pipes=pipes,
             contexts=axis_sizes(settings.get("context", "any"), "context"),
         )
         best = ranking.best

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.step import BASES, OPTIMIZERS, StepSettings
-from hf_axonn.planner.time.pipeline import PIPELINES
+from hf_axonn.planner.time.pipeline import PIPELINES, problem
 from hf_axonn.topology.experts import EXPERTS
 
 
@@ -27,7 +27,8 @@ class Job(StepSettings):
         all_gather, reduce_scatter, all_reduce: the three overlaps.
         pipeline, stages_per_rank: on grids with a pipeline one of PIPELINES, and V; None: the fastest of TRIED.
     Raises:
-        ValueError: a size below 1, an unknown base, optimizer or pipeline, or `offload` of what it cannot serve.
+        ValueError: a size below 1, an unknown base, optimizer or pipeline, stages that a pipeline cannot have, or
+            `offload` of what it cannot serve.
     """
 
     shape: ModelShape
@@ -65,6 +66,8 @@ class Job(StepSettings):
             raise ValueError(f"base is {self.base!r}, whose weights cannot be trained: give a rank of adapters, lora.")
         if self.pipeline not in (None, *PIPELINES):
             raise ValueError(f"pipeline is {self.pipeline!r}, but it is one of {', '.join(PIPELINES)}.")
+        if self.pipeline and self.stages_per_rank and (why := problem(self.pipeline, 1, self.stages_per_rank, 1)):
+            raise ValueError(f"{why}: change one of the two settings, or leave it out.")
         if self.residual_bytes is not None and self.compute_bytes > 2:
             raise ValueError("residual_dtype is bf16, and products are not: leave one of them out.")
 

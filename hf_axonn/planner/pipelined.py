@@ -51,18 +51,14 @@ def pipeline_candidates(job: Job, grid: Grid) -> Iterator[Candidate]:
 
 def why_no_pipeline(job: Job, grid: Grid) -> str:
     """Return why the first schedule cannot be, of a job without candidates on a grid."""
-    for pipeline, per_rank in _schedules(job):
-        return _problem(job, grid, pipeline, per_rank, _counts(job, grid)[0])
-    return f"no pipeline {job.pipeline} with {job.stages_per_rank} stages a rank is known"
+    pipeline, per_rank = _schedules(job)[0]
+    return _problem(job, grid, pipeline, per_rank, _counts(job, grid)[0])
 
 
 def _schedules(job: Job) -> list[tuple[str, int]]:
     """Pipelines, and stages of a rank, that a job may have."""
-    if job.pipeline and job.stages_per_rank:
-        return [(job.pipeline, job.stages_per_rank)]
-    if job.pipeline == "gpipe":
-        return [("gpipe", 1)]
-    return [(name, v) for name, v in TRIED if job.pipeline in (None, name) and job.stages_per_rank in (None, v)]
+    found = [(name, v) for name, v in TRIED if job.pipeline in (None, name) and job.stages_per_rank in (None, v)]
+    return found or [(job.pipeline or "interleaved", job.stages_per_rank or 1)]
 
 
 def _counts(job: Job, grid: Grid) -> list[int]:

@@ -161,7 +161,7 @@ def refusal(job: Job, grid: Grid) -> str:
         ranks = "data * z" if grid.context == 1 else "data * z / context"
         return f"{job.sequences} sequences are not divisible by {ranks} = {grid.dp_size}"
     if job.experts == "move" and (why := why_gathered(job.shape, grid)):
-        return f"experts is move, but {why}"
+        return f"experts is move, but {why}: {OMIT}"
     if grid.context > 1 and (why := why_whole_rows(job, grid)):
         return why
     if grid.x * grid.y > job.sequences // grid.dp_size * job.positions(grid):
@@ -185,7 +185,7 @@ def refusal(job: Job, grid: Grid) -> str:
     if job.lora:
         return "pipelines are not planned with adapters alone"
     if isinstance(job.keep_gathered, int):
-        return f"keep_gathered is {job.keep_gathered}: with a pipeline it is all, none or recomputed"
+        return f"keep_gathered is {job.keep_gathered}: with a pipeline it is all, none or recomputed, so {OMIT}"
     return "" if any(pipeline_candidates(job, grid)) else why_no_pipeline(job, grid)
 
 

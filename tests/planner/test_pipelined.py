@@ -140,7 +140,8 @@ def test_stages_are_joined_by_the_links_between_their_nodes():
 def test_what_cannot_be_is_refused_with_numbers():
     for changes, grid, words in (
         ({"micro_batches": 2}, Grid(pipe=4), "needs 4 micro-batches for 4 stages, and there are 2"),
-        ({"stages_per_rank": 2}, Grid(pipe=4), "the schedule 1f1b has one stage a rank, not 2"),
+        ({"stages_per_rank": 2}, Grid(pipe=4), "the schedule 1f1b has one stage a rank, not 2: change one of the two"),
+        ({"pipeline": "interleaved"}, Grid(pipe=4), "the schedule interleaved has 2 stages or more a rank, not 1"),
         ({}, Grid(pipe=32), "16 layers are fewer than pipe . stages_per_rank = 32 stages"),
         ({"lora": 8}, Grid(pipe=2), "pipelines are not planned with adapters alone"),
     ):
@@ -150,6 +151,8 @@ def test_what_cannot_be_is_refused_with_numbers():
         replace(JOB, pipeline="1f2b")
     with pytest.raises(ValueError, match="stages_per_rank is 0"):
         replace(JOB, stages_per_rank=0)
+    three = predict(replace(JOB, pipeline=None, stages_per_rank=3), Grid(pipe=4))  # tried by no plan of itself
+    assert three.job.pipeline_schedule == ("interleaved", 3)
     assert parse_fixed(["pipeline=interleaved", "stages_per_rank=2"]) == {
         "pipeline": "interleaved",
         "stages_per_rank": 2,

@@ -16,6 +16,7 @@ from hf_axonn.cli.main import main
 from hf_axonn.cli.plan_report import sizes
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.launch_file import resolve
+from hf_axonn.planner import from_settings
 from hf_axonn.planner.dense import DenseShape, load_shape
 from hf_axonn.planner.from_settings import choose_batch, number, resolve_auto
 from hf_axonn.planner.job import Job
@@ -507,6 +508,8 @@ def test_sizes_that_divide_nothing(axis, capsys):
             ["--gpus", "8", "--fix", "checkpointing=on", "--no-checkpointing"],
             "checkpointing has a value already, leave one",
         ),
+        (["--gpus", "8", "--fix", "stages_per_rank=2"], "--fix stages_per_rank is of a pipeline: give --pipe"),
+        (["--gpus", "8", "--fix", "experts=move"], "--fix experts is of a mixture of experts, and this model has"),
         (["--gpus", "8", "--json", "--overlap"], "--json says nothing of --overlap"),
         (["--gpus", "8", "--lora", "8", "--pipe", "2"], "--pipe is not planned with --lora"),
         (["--gpus", "8", "--context", "some"], "--context is 'some': write sizes such as 1,2,4,8, or any."),
@@ -608,6 +611,21 @@ def test_grid_auto_takes_a_pipeline_where_the_file_asks_for_one():
     asked = {"grid": "auto", "plan": plans, "schedule": "zero_bubble", "stages_per_rank": 1}
     section, _ = resolve_auto(asked, 64, mixed_precision="bf16")
     assert (section["schedule"], section["stages_per_rank"]) == ("zero_bubble", 1)
+
+
+def test_grid_auto_plans_no_pipeline_in_fp16_which_a_launch_refuses(monkeypatch):
+    def stop(*_, pipes, **__):
+        raise ValueError(f"pipes {pipes}")
+
+    monkeypatch.setattr(from_settings, "plan", stop)
+    for given, precision, pipes in (
+        ("any", "fp16", [1]),
+        ([1, 4], "fp16", [1]),
+        (4, "fp16", [4]),
+        ("any", "no", None),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"pipes {pipes}")):
+            resolve_auto({"grid": "auto", "plan": AUTO | {"pipe": given}}, 2, mixed_precision=precision)
 
 
 def test_grid_auto_divides_rows_where_there_are_few():

@@ -62,9 +62,10 @@ class Timeline(NamedTuple):
 
 
 def problem(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> str:
-    """Return why torch's classes refuse a schedule, or nothing."""
-    if per_rank > 1 and schedule in ("gpipe", "1f1b"):
-        return f"the schedule {schedule} has one stage a rank, not {per_rank}"
+    """Return why a launch or torch's classes refuse a schedule, or nothing."""
+    if schedule != "zero_bubble" and (per_rank > 1) != (schedule == "interleaved"):
+        stages = "2 stages or more" if schedule == "interleaved" else "one stage"
+        return f"the schedule {schedule} has {stages} a rank, not {per_rank}"
     if micro_batches < ranks and schedule == "1f1b":
         return f"the schedule 1f1b needs {ranks} micro-batches for {ranks} stages, and there are {micro_batches}"
     rounds = max(1, micro_batches // ranks)
