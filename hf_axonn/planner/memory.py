@@ -127,7 +127,7 @@ def _local_sizes(shape: ModelShape, grid: Grid) -> Iterator[tuple[int, int]]:
         if shape.begins and table.kind != WeightKind.REPLICATED:
             yield own_elements(WeightShape(table.kind, table.rows, shape.hidden), grid, ORIGIN), 1
     yield from Counter(shape.replicated).items()
-    yield ceil_div(sum(shape.idle), grid.x * grid.y * grid.z), 1
+    yield from ((own_elements(weight, grid, ORIGIN), 1) for weight in shape.idle)
 
 
 def _linears(shape: ModelShape, grid: Grid) -> int:

@@ -299,7 +299,7 @@ class ModelShape:
             token by token (architectures/plan.py); ends_narrow: in the compute dtype then, not that of parameters
         loose: whether activations are full everywhere, Linear by Linear
         outside: what runs after the layers, once
-        idle: elements of each parameter that is sharded and gets no gradient
+        idle: every parameter that is sharded and gets no gradient
         begins, ends: whether it has the embeddings; whether it has the last norm, head and loss. What a rank of a
             pipeline has is a ModelShape of its own (planner/stages.py)
         max_positions: tokens of a sequence that the config allows; 0: not said
@@ -322,7 +322,7 @@ class ModelShape:
     ends_narrow: bool = False
     loose: bool = False
     outside: LayerShape | None = None
-    idle: tuple[int, ...] = ()
+    idle: tuple[WeightShape, ...] = ()
     begins: bool = True
     ends: bool = True
     max_positions: int = 0
@@ -398,7 +398,7 @@ class ModelShape:
 
     def parameters(self) -> int:
         """Elements of all parameters; tied ones once."""
-        return sum(weight.elements for weight in self.weights) + sum(self.replicated) + sum(self.idle)
+        return sum(weight.elements for weight in (*self.weights, *self.idle)) + sum(self.replicated)
 
     def adapters(self, rank: int) -> list[int]:
         """Elements of each of LoRA's A [rank, K] and B [N, rank] of every Linear of the layers' blocks."""

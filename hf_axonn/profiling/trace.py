@@ -173,7 +173,7 @@ class _Finder:
     """Finds the shapes of a model's layers.
 
     Attributes:
-        idle: elements of parameters that are sharded and get no gradient.
+        idle: parameters that are sharded and get no gradient.
         seen: ids of parameters that have been counted: those of several modules count once, and those of head and
             embedding are the vocabulary's.
     """
@@ -192,7 +192,7 @@ class _Finder:
         self.blocks = {block.row: block for block in plan.blocks}
         self.entries = {block.entry for block in plan.blocks} | set(self.blocks)
         self.linears = {id(module.weight): linear_size(module) for module in model.modules() if is_linear(module)}
-        self.idle: list[int] = []
+        self.idle: list[WeightShape] = []
         self.within = {name for name in self.modules if is_inside(name, probe.layers)}
         outer = [module for module in (input_embedding(model), output_embedding(model)) if module is not None]
         self.seen = {id(parameter) for module in outer for parameter in module.parameters()}
@@ -214,7 +214,7 @@ class _Finder:
             self.seen.add(id(weight))
             kind, (rows, cols) = self.kinds.get(id(weight), WeightKind.REPLICATED), weight.shape
             if kind != WeightKind.REPLICATED and id(weight) not in self.probe.trained:
-                self.idle.append(weight.numel())
+                self.idle.append(WeightShape(kind, rows, cols))
             elif cols != hidden:
                 raise ValueError(f"{name} is an embedding of {cols} features.")
             else:
@@ -247,20 +247,15 @@ class _Finder:
             norms += module in self.norms if self.norms else on_stream and "Norm" in type(module).__name__
             for parameter in own:
                 kind = self.kinds.get(id(parameter), WeightKind.REPLICATED)
-                if kind != WeightKind.REPLICATED and id(parameter) not in self.probe.trained:
-                    self.idle.append(parameter.numel())
-                elif kind == WeightKind.EXPERTS:
-                    experts, rows, cols = parameter.shape
-                    weights.append(WeightShape(kind, rows, cols, experts))
-                elif kind in (WeightKind.COLUMN, WeightKind.ROW, WeightKind.LINEAR):
-                    weights.append(WeightShape(kind, *self.linears[id(parameter)]))
-                elif kind == WeightKind.GATHERED:
-                    rows, cols = parameter.shape[0], parameter[0].numel()
-                    partial = path in self.within and not self.plan.is_full(path)
-                    gathered.append(GatheredShape(rows, cols, partial, self._heads_around(path)))
-                    weights.append(WeightShape(kind, rows, cols))
-                elif kind != WeightKind.VOCABULARY:
+                if kind == WeightKind.REPLICATED:
                     replicated.append(parameter.numel())
+                elif id(parameter) not in self.probe.trained:
+                    self.idle.append(self._sharded(parameter, kind))
+                elif kind != WeightKind.VOCABULARY:
+                    weights.append(self._sharded(parameter, kind))
+                if kind == WeightKind.GATHERED and id(parameter) in self.probe.trained:
+                    partial = path in self.within and not self.plan.is_full(path)
+                    gathered.append(GatheredShape(*weights[-1][1:3], partial, self._heads_around(path)))
                 if kind in (WeightKind.GATHERED, WeightKind.REPLICATED) and on_stream and parameter.dim() == 2:
                     routed += 0 if is_experts(module) else parameter.shape[0]
         return LayerShape(
@@ -271,6 +266,14 @@ class _Finder:
             gathered=tuple(gathered),
             routed=routed,
         )
+
+    def _sharded(self, parameter: nn.Parameter, kind: WeightKind) -> WeightShape:
+        """A parameter that is sharded."""
+        if kind == WeightKind.EXPERTS:
+            experts, rows, cols = parameter.shape
+            return WeightShape(kind, rows, cols, experts)
+        rows, cols = self.linears.get(id(parameter), (parameter.shape[0], parameter[0].numel()))
+        return WeightShape(kind, rows, cols)
 
     def _heads_around(self, path: str) -> int:
         """Query heads of the block that a module lies in; 0 for none."""

@@ -19,13 +19,14 @@ from hf_axonn.planner.machine import FACTORS, FOLDER, OPTIONAL, Machine, known_m
 from hf_axonn.planner.memory import local_parameters, memory
 from hf_axonn.planner.predict import predict, refusal
 from hf_axonn.planner.search import grids
-from hf_axonn.planner.shapes import ModelShape
+from hf_axonn.planner.shapes import ModelShape, WeightShape
 from hf_axonn.planner.step import Step
 from hf_axonn.planner.time import compute
 from hf_axonn.planner.time.links import Links
 from hf_axonn.planner.traffic.ledger import LedgerKey, Volume, sent_bytes
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.weight_kind import WeightKind
 from tests.benchmarks.planner import published
 
 
@@ -190,7 +191,11 @@ def test_parameters_without_a_gradient_are_held_as_well():
     grid = Grid(z=2, y=2, x=2)
     stack = ModelShape(runs=LLAMA.runs, hidden=LLAMA.hidden, vocab=LLAMA.vocab, final=LLAMA.final)
     assert local_parameters(stack, grid) == local_parameters(LLAMA, grid)
-    assert local_parameters(replace(stack, idle=(1000, 7)), grid) == local_parameters(stack, grid) + 126  # 1007 / 8
+    idle = (
+        WeightShape(WeightKind.LINEAR, 5, 21),
+        WeightShape(WeightKind.GATHERED, 7, 3),
+    )  # [2, 11] and [1, 3] of them
+    assert local_parameters(replace(stack, idle=idle), grid) == local_parameters(stack, grid) + 22 + 3
 
 
 def test_one_rank_of_x_y_z_sends_no_tensors():
