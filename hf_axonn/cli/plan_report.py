@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_axonn.planner import confidence, settings
+from hf_axonn.planner.digits import decimals, gib, percent
 from hf_axonn.planner.experts import expected_rows, why_gathered
 from hf_axonn.planner.from_settings import too_long
 from hf_axonn.planner.job import Job
@@ -127,9 +128,9 @@ def _answer(found: GridRanking, costs: dict[str, Any]) -> list[str]:
     rows = best.job.sequences // (best.grid.dp_size * best.micro_batches)
     text = [
         *_first(found),
-        f"  {best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}, HFU {best.hfu:.1%} "
-        f"({best.flops / 1e12:.0f} TFLOP/s a GPU)",
-        f"  {best.memory.total / 2**30:.1f} of {best.job.machine.memory / 2**30:.0f} GiB a GPU; checkpointing "
+        f"  {decimals(best.tokens_per_second, 0)} tokens/s, MFU {percent(best.mfu)}, HFU {percent(best.hfu)} "
+        f"({decimals(best.flops / 1e12, 0)} TFLOP/s a GPU)",
+        f"  {gib(best.memory.total)} of {best.job.machine.memory / 2**30:.0f} GiB a GPU; checkpointing "
         f"{chosen['checkpointing']}, keep_gathered {chosen['keep_gathered']}, "
         f"{number_of(best.micro_batches, 'micro-batch', 'micro-batches')} of {number_of(rows, 'sequence')}"
         + _positions(best),
@@ -185,8 +186,8 @@ def _stages(best: Prediction) -> list[str]:
     return [
         f"  pipeline {best.job.pipeline}, {number_of(best.grid.pipe, 'rank')} of "
         f"{number_of(found.stages.per_rank, 'stage')} of {layers} layers",
-        f"  bubble {found.bubble:.1%}, the busiest rank {found.imbalance:.1%} above the mean, {inside} activations of "
-        "a stage and micro-batch in flight",
+        f"  bubble {percent(found.bubble)}, the busiest rank {percent(found.imbalance)} above the mean, {inside} "
+        "activations of a stage and micro-batch in flight",
     ]
 
 
@@ -204,8 +205,8 @@ def _first(found: GridRanking) -> list[str]:
 def in_short(found: GridRanking) -> list[str]:
     """The first grid, its time and memory, and the next ones."""
     best = found.best
-    text = [*_first(found), f"  {best.memory.total / 2**30:.1f} of {best.job.machine.memory / 2**30:.0f} GiB a GPU"]
-    behind = [f"{sizes(each.grid)} ({each.total / best.total - 1:.1%} slower)" for each in found.ranked[1:NEXT]]
+    text = [*_first(found), f"  {gib(best.memory.total)} of {best.job.machine.memory / 2**30:.0f} GiB a GPU"]
+    behind = [f"{sizes(each.grid)} ({percent(each.total / best.total - 1)} slower)" for each in found.ranked[1:NEXT]]
     return [*text, f"  next: {'; '.join(behind)}"] if behind else text
 
 
@@ -222,7 +223,7 @@ def doubts(found: GridRanking) -> list[str]:
         behind = close[0].total / best.total - 1
         text.append(
             f"too close to call: {number_of(len(close), 'other')} may be as fast, the next is {sizes(close[0].grid)} "
-            f"({behind:.1%} slower): measure the first ones"
+            f"({percent(behind)} slower): measure the first ones"
         )
     others = [(name, entry) for name, entry in alternatives(found) if entry.grid != best.grid]
     text += [f"with {name} the first would be {sizes(entry.grid)}" for name, entry in others]
@@ -284,8 +285,9 @@ def _table(entries: Iterable[Prediction]) -> list[str]:
         text.append(
             f"{place:>3} {grid.data:>5}{pipe} {grid.z:>5} {grid.y:>4} {grid.x:>4}{context}  "
             f"{chosen['checkpointing']:<13} "
-            f"{chosen['keep_gathered']:<13} {entry.micro_batches:>13} {entry.total:>8.3f} {entry.exposed:>8.3f} "
-            f"{entry.tokens_per_second:>11,.0f} {entry.mfu:>6.1%} {entry.memory.total / 2**30:>6.1f}{way}"
+            f"{chosen['keep_gathered']:<13} {entry.micro_batches:>13} {decimals(entry.total, 3):>8} "
+            f"{decimals(entry.exposed, 3):>8} {decimals(entry.tokens_per_second, 0):>11} {percent(entry.mfu):>6} "
+            f"{gib(entry.memory.total):>6}{way}"
         )
     return text
 
@@ -299,7 +301,7 @@ def _left_out(found: GridRanking) -> list[str]:
             f"of which {RESERVE:.0%} is kept free"
         )
         if found.ranked:  # else `why_none` has named it
-            line += f"; the smallest is {sizes(least.grid)} with {least.memory.total / 2**30:.1f} GiB"
+            line += f"; the smallest is {sizes(least.grid)} with {gib(least.memory.total)} GiB"
         text.append(line)
     if found.impossible:
         grid, why = found.impossible[0]
@@ -313,8 +315,8 @@ def _overlaps(best: Prediction) -> list[str]:
     for name, off in OVERLAPS:
         job = replace(best.job, micro_batches=best.micro_batches, **off)
         total = predict(job, best.grid, order=best.order).total
-        gain = f"  {1 - total / before:>6.1%} less" if before else ""
-        text.append(f"  {name:<56} {total:>8.3f} s{gain}")
+        gain = f"  {percent(1 - total / before):>6} less" if before else ""
+        text.append(f"  {name:<56} {decimals(total, 3):>8} s{gain}")
         before = total
     return text
 
@@ -362,8 +364,9 @@ def sweep_lines(plans: list[GridRanking], tokens: int | None = None, price: floa
             continue
         best = found.best
         text.append(
-            f"{found.gpus:>7} {sizes(best.grid):<32} {best.total:>9.3f} {best.tokens_per_second:>13,.0f} "
-            f"{best.flops * found.gpus / 1e15:>9.1f} {best.flops / 1e12:>7.1f} {best.flops / first_flops:>10.1%}"
+            f"{found.gpus:>7} {sizes(best.grid):<32} {decimals(best.total, 3):>9} "
+            f"{decimals(best.tokens_per_second, 0):>13} {decimals(best.flops * found.gpus / 1e15, 1):>9} "
+            f"{decimals(best.flops / 1e12, 1):>7} {percent(best.flops / first_flops):>10}"
         )
         if tokens or price is not None:
             text.append(f"{'':>7} {_cost_line(cost(best, tokens, price))}")

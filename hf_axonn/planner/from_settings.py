@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from hf_axonn.planner.dense import load_shape
+from hf_axonn.planner.digits import percent
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.predict import Prediction
@@ -305,5 +306,5 @@ def _explain(resolved: Mapping[str, Any], batch: Batch, ranking: GridRanking, un
     notes += [f"{note}." for note in (batch.note, unlike, long, *best.job.untimed) if note]
     if len(ranking.ranked) > 1:
         second = ranking.ranked[1]
-        notes.append(f"second is {second.grid}, {second.total / best.total - 1:.1%} slower.")
+        notes.append(f"second is {second.grid}, {percent(second.total / best.total - 1)} slower.")
     return notes

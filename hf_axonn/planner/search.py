@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from hf_axonn.planner.candidate import Candidate
+from hf_axonn.planner.digits import gib
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE
 from hf_axonn.planner.predict import OMIT, Prediction, fastest_pipeline, predict, predict_candidate, refusal
@@ -72,9 +73,9 @@ class GridRanking:
         """Return why no grid is left."""
         if self.too_big:
             least = self.too_big[0]
-            needs, has = least.memory.total / 2**30, self.job.machine.memory / 2**30
+            needs, has = gib(least.memory.total), self.job.machine.memory / 2**30
             return (
-                f"no grid of {self.gpus} GPUs fits: the smallest, {least.grid}, needs {needs:.1f} of {has:.0f} GiB (a "
+                f"no grid of {self.gpus} GPUs fits: the smallest, {least.grid}, needs {needs} of {has:.0f} GiB (a "
                 "tenth is kept free): take more GPUs, or shorter sequences."
             )
         if not self.impossible:

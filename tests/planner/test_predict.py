@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_axonn.planner import confidence
 from hf_axonn.planner.candidate import Candidate
 from hf_axonn.planner.dense import FAMILIES, GPT_VOCAB, GPTS, DenseShape, load_shape
+from hf_axonn.planner.digits import decimals, gib, percent
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import FACTORS, FOLDER, OPTIONAL, Machine, known_machines, load_machine
 from hf_axonn.planner.memory import local_parameters, memory
@@ -194,8 +195,23 @@ def test_parameters_without_a_gradient_are_held_as_well():
     idle = (
         WeightShape(WeightKind.LINEAR, 5, 21),
         WeightShape(WeightKind.GATHERED, 7, 3),
-    )  # [2, 11] and [1, 3] of them
+    )  # [2, 11], [1, 3]
     assert local_parameters(replace(stack, idle=idle), grid) == local_parameters(stack, grid) + 22 + 3
+
+
+def test_a_small_number_is_not_printed_as_0():
+    for number, digits, text in (
+        (0, 1, "0.0"),
+        (0.05, 1, "0.1"),
+        (0.04, 1, "0.04"),
+        (-0.001, 2, "-0.001"),
+        (2.2e-16, 1, "0.0"),
+        (1234.5678, 3, "1,234.568"),
+        (0.4, 0, "0.4"),
+        (7e7, 0, "70,000,000"),
+    ):
+        assert decimals(number, digits) == text
+    assert (percent(0.3314), percent(4e-6), gib(2**20)) == ("33.1%", "0.0004%", "0.00098")
 
 
 def test_one_rank_of_x_y_z_sends_no_tensors():

@@ -541,6 +541,7 @@ def test_what_seconds_leave_out_is_in_every_form_of_a_plan(capsys, tmp_path):
         assert main([*COMMAND, "--model", str(tmp_path), "--activations", "fp32", *more]) == 0
         printed = capsys.readouterr().out
         assert sentence in printed and ("0.21 million parameters" in printed) == ("--json" not in more)
+        assert not re.search(r" 0(\.0)?(%| of | TFLOP| +[\d.]+ +100)", printed)
     assert main([*COMMAND, "--gpus", "64", "--seq", "8192"]) == 0
     assert "8,192 tokens are longer than the 2,048 that the config allows" in capsys.readouterr().out
 
