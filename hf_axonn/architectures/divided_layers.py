@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from hf_axonn.architectures.plan import ShardingPlan, is_inside
@@ -16,20 +18,23 @@ def why_layers_stay(model: nn.Module, plan: ShardingPlan) -> str:
         return f"a stage gets hidden states alone of the one before, but {problem}"
     names = {module: name for name, module in model.named_modules()}
     head, decoder = output_embedding(model), model.get_submodule(plan.decoder)
-    layers = model.get_submodule(plan.layers[0].rpartition(".")[0])
     inside = {plan.decoder} if plan.decoder else {name for name, _ in model.named_children()}
     for module, name in names.items():
         if module is not head and any(True for _ in module.parameters(recurse=False)) and not is_inside(name, inside):
             return f"{name} has parameters outside of the decoder, so it is not known to which stage it belongs"
-    after = False
-    for module in decoder.children():
-        after = after or module is layers
-        embeds = isinstance(module, nn.Embedding) and not after
-        if module is layers or module is head or embeds or "Norm" in type(module).__name__:
-            continue
-        if any(True for _ in module.parameters()):
+    for module, after in beside_layers(model, decoder, plan):
+        if not (isinstance(module, nn.Embedding) and not after or "Norm" in type(module).__name__):
             return (
                 f"{names[module]}, a {type(module).__name__}, is neither an embedding nor a norm, so it is not known "
                 "to which stage it belongs"
             )
     return ""
+
+
+def beside_layers(model: nn.Module, decoder: nn.Module, plan: ShardingPlan) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield each module with parameters that a decoder has beside its layers and the head; and if after them."""
+    layers, head, after = model.get_submodule(plan.layers[0].rpartition(".")[0]), output_embedding(model), False
+    for module in decoder.children():
+        after = after or module is layers
+        if module not in (layers, head) and any(True for _ in module.parameters()):
+            yield module, after

@@ -270,7 +270,8 @@ def _all_heads(state: ShardedModel, every: tuple[Tensor, ...]) -> tuple[Tensor, 
     """Attention weights [B, own heads, S, S] of each attention -> [B, heads, S, S]. All-gather over the axes that
     divide the heads."""
     axes = state.attention_axes
-    axes = (axes[:1] or [()]) * len(every) if len(set(axes)) < 2 else axes
+    if len(set(axes)) < 2:  # of all attentions alike, of which some may hand on no weights
+        axes = (axes[:1] or [()]) * len(every)
     return tuple(_heads_of(state, weights, over) for weights, over in zip(every, axes, strict=True))
 
 

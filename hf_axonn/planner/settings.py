@@ -54,7 +54,7 @@ def variants(job: Job, free: Collection[str]) -> list[Job]:
 def on_grid(jobs: Iterable[Job], grid: Grid) -> list[Job]:
     """Return the jobs that a launch takes and that differ on a grid, which say how tokens and experts meet there."""
     found = [job for job in jobs if not refuses_residual(job, grid)]
-    if not found[0].shape.experts:
+    if not any(job.shape.experts for job in found):
         return found
     return list(dict.fromkeys(replace(job, experts=choose_way(job.shape, grid, job.experts)) for job in found))
 

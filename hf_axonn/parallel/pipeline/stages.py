@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.architectures.divided_layers import why_layers_stay
+from hf_axonn.architectures.divided_layers import beside_layers, why_layers_stay
 from hf_axonn.architectures.plan import ShardingPlan, is_inside
 from hf_axonn.compat.transformers import input_embedding, output_embedding, text_config, without_report
 from hf_axonn.engine.context import StagePass
@@ -184,7 +184,7 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
     head = output_embedding(model)
     tied = head is not None and head.weight is embedding.weight
     before = {name.rpartition(".")[0] for name in model.state_dict()}
-    _keep_ends(model, decoder, layers, plan, first=0 in own_stages, last=count - 1 in own_stages, tied=tied)
+    _keep_ends(model, decoder, plan, first=0 in own_stages, last=count - 1 in own_stages, tied=tied)
     kept = {index for number in own_stages for index in ranges[number]}
     originals = list(layers)
     for index in range(len(originals)):
@@ -245,7 +245,6 @@ def _multiplications(module: nn.Module, chosen: int) -> float:
 def _keep_ends(
     model: nn.Module,
     decoder: nn.Module,
-    layers: nn.ModuleList,
     plan: ShardingPlan,
     *,
     first: bool,
@@ -257,20 +256,15 @@ def _keep_ends(
     names = {module: name for name, module in model.named_modules()}
     head, embedding = cast("nn.Linear | None", output_embedding(model)), input_embedding(model)
     final = {model.get_submodule(name) for name in plan.final or ()}
-    after = False
-    for module in decoder.children():
-        if module is layers:
-            after = True
-        elif not any(True for _ in module.parameters()) or module is head:
+    for module, after in beside_layers(model, decoder, plan):
+        ends = after or module in final or "final" in names[module].rpartition(".")[2]  # OPT names it first
+        if last if ends else first:
             continue
-        elif isinstance(module, nn.Embedding) and not after:
-            if not first:
-                shared = cast(nn.Parameter, module.weight) if tied and last and module is embedding else None
-                stand_in = ElsewhereEmbedding(module.embedding_dim, module.weight.dtype, shared)
-                model.set_submodule(names[module], stand_in)
-        elif "Norm" in type(module).__name__:
-            ends = after or module in final or "final" in names[module].rpartition(".")[2]  # OPT names it first
-            if not (last if ends else first):
-                model.set_submodule(names[module], ElsewhereLayer(module))
+        if isinstance(module, nn.Embedding):
+            shared = cast(nn.Parameter, module.weight) if tied and last and module is embedding else None
+            stand_in = ElsewhereEmbedding(module.embedding_dim, module.weight.dtype, shared)
+            model.set_submodule(names[module], stand_in)
+        else:
+            model.set_submodule(names[module], ElsewhereLayer(module))
     if head is not None and not last:
         model.set_submodule(names[head], ElsewhereHead(head.weight.shape[0]))
