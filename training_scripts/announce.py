@@ -21,13 +21,13 @@ import torch
 import transformers
 from transformers import TrainerCallback
 
-from hf_axonn import GoldfishConfig, parallel_state
+from hf_axonn import parallel_state
 from hf_axonn.checkpoint.manifest import MANIFEST, read_manifest
 from hf_axonn.engine.documents import document_fields, find_document_ids
 from hf_axonn.engine.parameter_counts import num_parameters
-from hf_axonn.goldfish.goldfish_strategy import make_mask
+from hf_axonn.goldfish.goldfish_strategy import Goldfish
 from hf_axonn.goldfish.record import describe_loss
-from hf_axonn.goldfish.table import load_table
+from hf_axonn.goldfish.strategy import TrainingBatch
 from hf_axonn_scripts import is_first
 from hf_axonn_scripts.data import DataArguments, Rows
 
@@ -123,14 +123,13 @@ def describe_grid(model: torch.nn.Module) -> str:
     return "one process, no grid" if ranks == 1 else f"{ranks} processes, no grid: each holds the whole model"
 
 
-def dropped_share(args: GoldfishConfig, batch: Mapping[str, torch.Tensor]) -> float | None:
+def dropped_share(goldfish: Goldfish, batch: Mapping[str, torch.Tensor]) -> float | None:
     """Return which share of the labels of a batch the goldfish loss drops; None if there is nothing to learn in it."""
-    ids = None if args.goldfish_as_reference else find_document_ids(batch["input_ids"], **document_fields(batch))
-    table = load_table(args.goldfish_table, args.goldfish_table_sha256) if args.goldfish_table else None
-    places = torch.arange(len(batch["labels"]))
-    mask = make_mask(args, batch["input_ids"], batch["labels"], ids, table=table, sample_ids=places)
-    targets = (batch["labels"] != -100)[:, 1:]  # the first token of a row is none
-    return (mask[:, 1:] & targets).sum().item() / targets.sum().item() if targets.any() else None
+    ids, labels = batch["input_ids"], batch["labels"]
+    documents = find_document_ids(ids, **document_fields(batch))
+    seen = TrainingBatch(ids, labels, documents, torch.arange(len(labels)), step=0, progress=0.0)
+    kept, targets = goldfish.weigh_ids(seen), seen.targets
+    return (~kept & targets).sum().item() / targets.sum().item() if targets.any() else None
 
 
 class Announcement(TrainerCallback):
@@ -150,7 +149,7 @@ class Announcement(TrainerCallback):
         if is_first() and args.goldfish and args.loss_strategy == "goldfish":
             measured = MEASURED_IMAGE_ROWS if "images" in rows[0] else MEASURED_ROWS
             some = [rows[place] for place in range(min(len(rows), measured))]
-            share = dropped_share(args, trainer.data_collator(some))
+            share = dropped_share(trainer.loss_strategy, trainer.data_collator(some))
             dropped = "" if share is None else f"; {share:.1%} of the labels are dropped"
         parallel = parallel_state(model)
         ranks = parallel.grid.dp_size if parallel is not None else args.world_size

@@ -14,31 +14,6 @@ from hf_axonn.goldfish.strategy import LossStrategy, TrainingBatch
 from hf_axonn.goldfish.table import CPU_TABLE_SHA256, load_table
 
 
-def make_mask(
-    args: GoldfishConfig, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, **options: Any
-) -> Tensor:
-    """Return the mask of `goldfish_mask` with the settings of a config.
-
-    Args:
-        args: strategy, k, width and whatever else decides which labels are dropped.
-        input_ids, labels, document_ids: [B, S], as `goldfish_mask` takes them.
-        options: table, step and sample_ids of `goldfish_mask`.
-    """
-    return goldfish_mask(
-        input_ids,
-        labels,
-        document_ids,
-        strategy=args.goldfish_strategy,
-        k=args.goldfish_k,
-        context_width=args.goldfish_context_width,
-        start_position=args.goldfish_start_position,
-        hash_labels=args.goldfish_as_reference,
-        ignored_token=args.goldfish_ignored_token,
-        seed=args.goldfish_seed_used,
-        **options,
-    )
-
-
 def loss_settings(args: GoldfishConfig) -> dict[str, Any]:
     """Return what decides which labels are dropped, as the training record has it."""
     settings: dict[str, Any] = {"strategy": args.goldfish_strategy, "k": args.goldfish_k}
@@ -84,12 +59,19 @@ class Goldfish(LossStrategy):
 
     def weigh_ids(self, batch: TrainingBatch) -> Tensor:
         """Return [B, S] bool: False for a dropped label."""
-        return ~make_mask(
-            self.args,
+        args = self.args
+        return ~goldfish_mask(
             batch.input_ids,
             batch.labels,
             self._documents(batch),
+            strategy=args.goldfish_strategy,
+            k=args.goldfish_k,
+            context_width=args.goldfish_context_width,
+            start_position=args.goldfish_start_position,
+            hash_labels=args.goldfish_as_reference,
+            ignored_token=args.goldfish_ignored_token,
             table=self._table,
+            seed=args.goldfish_seed_used,
             step=batch.step,
             sample_ids=batch.sample_ids,
         )
