@@ -19,6 +19,7 @@ from transformers.trainer_utils import IntervalStrategy
 import hf_axonn
 from hf_axonn.compat.own_code import refuse_own_code
 from hf_axonn.planner.from_settings import too_long
+from hf_axonn.trainer.saving import hold_folder
 from hf_axonn_scripts import is_first
 from hf_axonn_scripts.announce import say
 from hf_axonn_scripts.data import largest_id, longest_row
@@ -150,8 +151,8 @@ def make_output(folder: Path, *, adapters: bool) -> None:
         folder: the directory.
         adapters: whether the run saves adapters, and not a whole model.
     Raises:
-        ValueError: it cannot be made, nothing can be written there, or it holds adapters, which loaders would add to
-            the whole model that is saved beside them, or read in its place.
+        ValueError: it cannot be made, nothing can be written there, another run trains into it now, or it holds
+            adapters, which loaders would add to the whole model that is saved beside them, or read in its place.
     """
     if not adapters and (folder / "adapter_config.json").is_file():
         raise ValueError(
@@ -164,6 +165,9 @@ def make_output(folder: Path, *, adapters: bool) -> None:
         raise ValueError(f"--output_dir {folder} cannot be made ({error.strerror}): name another folder") from None
     if not os.access(folder, os.W_OK):
         raise ValueError(f"--output_dir {folder} cannot be written to: name another folder")
+    if is_first():
+        with hold_folder(folder):  # as Trainer will over a grid
+            pass
 
 
 def check_rows(config: PreTrainedConfig, parts: Sequence[datasets.Dataset], *, tokenizer: str, option: str) -> None:

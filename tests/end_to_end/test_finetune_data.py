@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_axonn.goldfish.mask import goldfish_mask
-from hf_axonn_scripts import data, finetune
+from hf_axonn.trainer import saving
+from hf_axonn_scripts import checks, data, finetune
 from tests.helpers import ROOT
 
 
@@ -294,6 +295,14 @@ def test_gguf_options_reach_the_loader(monkeypatch):
     monkeypatch.setattr(finetune.AutoModelForCausalLM, "from_pretrained", lambda name, **options: seen.update(options))
     finetune.load_model(finetune.ModelArguments(model="x", gguf_file="y.gguf"), None)
     assert seen["gguf_file"] == "y.gguf" and seen["quantization_config"].dequantize and seen["dtype"] == "float32"
+
+
+def test_a_folder_that_another_run_trains_into_ends_a_run_before_weights_are_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(saving, "HELD", 0.01)
+    with saving.hold_folder(tmp_path), pytest.raises(SystemExit) as ended, checks.end_with_sentence("model"):
+        checks.make_output(tmp_path, adapters=False)
+    assert ended.value.code == 2 and f"another run trains into {tmp_path} now" in capsys.readouterr().err
+    checks.make_output(tmp_path, adapters=False)
 
 
 @pytest.mark.parametrize(
