@@ -174,13 +174,7 @@ class Product:
             return outputs if tokens is None else [full, *outputs]
         gathered = self.gather_blocks(dtype)
         if self.keeps:
-            cache, key, with_graph = self.state.context.gather_cache, self._key(dtype), torch.is_grad_enabled()
-            # Without a graph in a pass that wants gradients: a checkpointed layer, which runs again in backward. What
-            # it then makes may be another graph than the one that backward goes through.
-            again = self._runs_again
-            cache.add(key, gathered, hold=again or (self.state.context.wants_gradients and not with_graph))
-            if with_graph and not again:
-                cache.release(key)
+            self.keep(gathered, dtype)
         if torch.is_grad_enabled():
             return list(_Multiply.apply(input_, self, gathered, entry, *self._leaves()))
         full = input_ if entry is None else entry.wait()
@@ -249,6 +243,16 @@ class Product:
     def _runs_again(self) -> bool:
         """Return whether this is a checkpointed layer that runs again, and such layers keep what they gather."""
         return self.state.keeps_recomputed and in_backward()
+
+    def keep(self, gathered: GatheredBlocks, dtype: torch.dtype) -> None:
+        """Let this layer find what it has gathered when it runs again, for as long as its graph holds that."""
+        cache, key, with_graph = self.state.context.gather_cache, self._key(dtype), torch.is_grad_enabled()
+        # Without a graph in a pass that wants gradients: a checkpointed layer, which runs again in backward. What
+        # it then makes may be another graph than the one that backward goes through.
+        again = self._runs_again
+        cache.add(key, gathered, hold=again or (self.state.context.wants_gradients and not with_graph))
+        if with_graph and not again:
+            cache.release(key)
 
     def let_go(self, dtype: torch.dtype) -> None:
         """Release what a layer that ran again has kept, when backward has used it."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_axonn.compat.torch import saved_tensors_have_hooks
+from hf_axonn.engine.gather_cache import GatheredBlocks
 from hf_axonn.engine.matmul3d import Product, gradients_of_shards
 
 
@@ -25,6 +26,7 @@ def call_with_gathered(products: list[Product], work: Callable[..., Tensor], *in
     """
     passing = _Pass(products, inputs[0].dtype)
     made = _Begin.apply(passing, len(inputs), *inputs, *passing.shards())
+    passing.keep()
     inputs, handle, gathered = made[: len(inputs)], made[len(inputs)], made[len(inputs) + 1 :]
     with passing.naming(gathered):
         output = work(gathered, *inputs)
@@ -40,12 +42,22 @@ class _Pass:
         self.versions = [product.version for product in products]
         self.named = False
         self.gathered: list[Tensor] | None = None
+        self.blocks: list[GatheredBlocks] = []
 
     def shards(self) -> list[Tensor]:
         return [product.weights[0].local() for product in self.products]
 
     def gather(self) -> list[Tensor]:
-        return [product.gather(self.dtype)[0] for product in self.products]
+        self.blocks = [product.gather_blocks(self.dtype) for product in self.products]
+        return [each.blocks[0] for each in self.blocks]
+
+    def keep(self) -> None:
+        """Hold what `keep_gathered` keeps, for a checkpointed layer that runs again; and nothing else."""
+        for product, gathered in zip(self.products, self.blocks, strict=True):
+            if product.keeps and not product.state.keeps_recomputed:
+                product.keep(gathered, self.dtype)
+            else:
+                self.blocks = []
 
     @contextlib.contextmanager
     def naming(self, gathered: Sequence[Tensor]) -> Iterator[None]:
@@ -94,7 +106,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         passing, count = ctx.passing, ctx.count
-        passing.gathered = None
+        passing.gathered, passing.blocks = None, []
         of_shards: list[Tensor | None] = []
         for product, grad, needed in zip(
             passing.products, grads[count + 1 :], ctx.needs_input_grad[2 + count :], strict=True

@@ -193,7 +193,7 @@ def test_ways_of_training(all_grids):
     make = functools.partial(moe, "qwen3_moe", num_hidden_layers=1)
     again = functools.partial(make, output_router_logits=False)
     batches = [tiny_batch(8, 7), tiny_batch(8, 5, seed=4)]
-    case = functools.partial(Case, config=gathered)
+    case, kept = functools.partial(Case, config=gathered), functools.partial(gathered, keep_gathered="all")
     cases = [
         case("num_items_in_batch", make, [counted(batch) for batch in batches]),
         case("no mask", make, [packed(batch) for batch in batches]),
@@ -201,11 +201,12 @@ def test_ways_of_training(all_grids):
         # Its first pass has no graph, so on one process too no auxiliary loss would reach the routers.
         case("checkpointed, reentrant", again, before=functools.partial(checkpointed, reentrant=True)),
         case("frozen experts", make, before=frozen_experts),
-        case("kept", make, config=lambda grid: gathered(grid, keep_gathered="all")),
+        case("kept", make, config=kept),
+        case("kept, checkpointed", make, before=functools.partial(checkpointed, reentrant=False), config=kept),
         case("no overlap", make, config=lambda grid: gathered(grid, overlap=NO_OVERLAP)),
     ]
     if not all_grids:  # experts that no host reads are checkpointed, too, and test_worst_order.py overlaps nothing
-        cases = [case for case in cases if case.name not in ("checkpointed", "no overlap")]
+        cases = [case for case in cases if case.name not in ("checkpointed", "kept", "no overlap")]
     on_each = (cases, cases) if all_grids else (cases[::2], cases[1::2])
     grids = FOUR if all_grids else [Grid(y=2), Grid(z=2)]
     assert not errors(*(Planned(some, [grid]) for grid, some in zip(grids, on_each, strict=True)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from hf_axonn import parallelize
 from hf_axonn.config import AxonnConfig
@@ -22,16 +23,17 @@ from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.losses import head_chunks
 from hf_axonn.planner.dense import DenseShape
 from hf_axonn.planner.memory import MOMENT_BUCKET
-from hf_axonn.planner.shapes import gathers_keys
+from hf_axonn.planner.shapes import ModelShape, gathers_keys
 from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic import volumes as arithmetic
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.planner.traffic.volumes import volumes
+from hf_axonn.profiling.trace import trace_shape
 from hf_axonn.topology.grid import Grid
 from tests.benchmarks.planner.simulate import world
 from tests.helpers.equality import rows_of
 from tests.helpers.four_bit import WIDE, quantized_model
-from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.models import tiny_batch, tiny_config, tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.traffic_counter import count_traffic
 
@@ -47,7 +49,7 @@ class Case:
     """A tiny model with the numbers that describe it, and how it is trained."""
 
     kind: str
-    shape: DenseShape
+    shape: ModelShape
     step: dict = field(default_factory=dict)
     changes: dict = field(default_factory=dict)
     config: dict = field(default_factory=dict)
@@ -242,6 +244,17 @@ def test_rows_over_context_send_what_volumes_says(name, grids, monkeypatch):
             assert not wrong, f"{grid} {layout} {way}: (counted, said) of {wrong}"
             exchanged = any(key.kind == "all_to_all" and "y" not in key.axes for key in ours)
             assert exchanged == (way == "heads")
+
+
+def test_experts_that_are_kept_are_gathered_once_where_layers_run_again():
+    with torch.device("meta"):
+        shape = trace_shape(AutoModelForCausalLM.from_config(tiny_config("mixtral")))
+    settings = {"keep_gathered": "all"}
+    case = Case("mixtral", shape, settings | {"checkpointing": True}, config=settings | {"experts": "gather"})
+    grid = Grid(z=2)
+    with world(grid, 1):
+        ours, expected = counted(case, grid, "auto").entries, said(case, grid, "auto").entries
+    assert not differing(ours, expected) and LedgerKey("backward", "all_gather", ("z",)) not in ours
 
 
 def test_sizes_of_chunks_and_buckets_are_those_of_the_engine():
