@@ -20,9 +20,10 @@ from hf_axonn.planner.machine import FACTORS, FOLDER, OPTIONAL, Machine, known_m
 from hf_axonn.planner.memory import local_parameters, memory
 from hf_axonn.planner.predict import predict, refusal
 from hf_axonn.planner.search import grids
-from hf_axonn.planner.shapes import ModelShape, WeightShape
+from hf_axonn.planner.shapes import GatheredShape, ModelShape, WeightShape
 from hf_axonn.planner.step import Step
 from hf_axonn.planner.time import compute
+from hf_axonn.planner.time.layer_traffic import step_traffic
 from hf_axonn.planner.time.links import Links
 from hf_axonn.planner.traffic.ledger import LedgerKey, Volume, sent_bytes
 from hf_axonn.planner.traffic.volumes import volumes
@@ -68,6 +69,9 @@ def test_seconds_of_collectives_by_hand():
     world = links.seconds("all_to_all", ("data", "x"), 8e6)
     assert world == pytest.approx(10e-6 + 11e-6 + 7e6 * (4 / 7) * 4 / 40e9)
     assert links.seconds("all_reduce", ("y", "z"), 1e9) == 0.0
+    # x and data with z between them: each node has two of such groups, whose rings share 40 GB/s.
+    apart = Links(TOY, Grid(x=2, z=2, data=2))
+    assert apart.seconds("all_gather", ("data", "x"), 1e6) == pytest.approx(10e-6 + 5e-6 + 2 * 1e-6 + 3e6 / 20e9)
     assert links.entry_seconds(LedgerKey("forward", "all_gather", ("x",)), Volume(1, 10**6)) == pytest.approx(43e-6)
 
 
@@ -179,13 +183,17 @@ def test_seconds_by_axes_are_those_of_the_ledger_of_a_step(grid, checkpointing):
     candidate = Candidate(replace(JOB, checkpointing=checkpointing), grid, 2)
     step, layout = candidate.step, LLAMA.layout(grid)
     links = Links(TOY, grid)
-    expected: dict[str, float] = {}
-    for key, volume in volumes(LLAMA, grid, step, layout=layout).entries.items():
-        name = "+".join(key.axes)
-        expected[name] = expected.get(name, 0.0) + links.entry_seconds(key, volume)
-    found = candidate.traffic.by_axes(links, step.micro_batches)
-    assert step.micro_batches == 2
-    assert found == pytest.approx({axes: seconds for axes, seconds in expected.items() if seconds}, rel=1e-12)
+    ((layer, _),) = LLAMA.runs
+    router = replace(layer, gathered=(GatheredShape(640, 1024, partial=True),))
+    routed = ModelShape(runs=((router, 4),), hidden=LLAMA.hidden, vocab=LLAMA.vocab, final=LLAMA.final)
+    for shape in (LLAMA, routed):
+        expected: dict[str, float] = {}
+        for key, volume in volumes(shape, grid, step, layout=layout).entries.items():
+            name = "+".join(key.axes)
+            expected[name] = expected.get(name, 0.0) + links.entry_seconds(key, volume)
+        found = step_traffic(shape, grid, step, layout).by_axes(links, step.micro_batches)
+        assert step.micro_batches == 2
+        assert found == pytest.approx({axes: seconds for axes, seconds in expected.items() if seconds}, rel=1e-12)
 
 
 def test_parameters_without_a_gradient_are_held_as_well():

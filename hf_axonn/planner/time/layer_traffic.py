@@ -8,7 +8,7 @@ bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hf_axonn.planner.shapes import BlockShape, ExpertsShape, LayerShape, ModelShape
@@ -38,7 +38,7 @@ class LayerSeconds(NamedTuple):
 
     gathers, reduces: over z, of each group, one pass; gathers_again: whether recomputation gathers once more; kept:
         whether the first gather serves backward and recomputation, too.
-    forward, backward: over x, y and context, those that nothing hides (with recomputation: its share is in backward).
+    forward, backward: those of the ledger of `LayerTraffic` (with recomputation: its share is in backward).
     hidden: over x or y, of each group, those that run beside its weight gradient.
     dispatches: tokens beside which other groups are computed.
     """
@@ -60,7 +60,7 @@ class LayerTraffic:
     Args:
         gathers, reduces: payload over z of each group, one pass.
         gathers_again: whether recomputation gathers once more.
-        ledger: collectives over x, y and context that nothing hides.
+        ledger: collectives that nothing hides: over x, y and context, and over z those of gathered parameters.
         hidden: (kind, axis, payload) over x or y beside the weight gradient of each group; None for none.
         once: groups that backward does not gather once more after recomputation.
         kept: whether the first gather serves backward and recomputation, too (`keep_gathered`).
@@ -190,8 +190,11 @@ def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> Lay
             gathers.append(step.gather_bytes(elements[-1]))
             payloads = {WeightKind.ROW: of_row, WeightKind.COLUMN: of_columns}
             hide("y" if kind == WeightKind.ROW else "x", payloads.get(kind, 0))
-    for key in [key for key in ledger.entries if key.axes == ("z",) and key.kind in ("all_gather", "reduce_scatter")]:
-        del ledger.entries[key]  # of weights
+    # What is gathered for its module hides behind nothing.
+    weights = account.layer(replace(layer, gathered=())) if layer.gathered else ledger
+    for key, volume in [*weights.chosen(axes=("z",))]:
+        if key.kind in ("all_gather", "reduce_scatter"):
+            ledger.add(key.phase, key.kind, key.axes, -volume.payload, -volume.calls)
     if step.keeps_recomputed:
         once = list(range(len(elements)))
     size = max(step.compute_bytes, step.reduce_bytes)

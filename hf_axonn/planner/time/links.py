@@ -95,7 +95,10 @@ class Links:
         for axis in axes:
             inside *= max(1, min(getattr(self.grid, axis), machine.gpus_per_node // self.strides[axis]))
         nodes = -(-ranks // inside)
-        beta = min(machine.inter / min(machine.gpus_per_node, stride), machine.fastest_link)
+        # Sibling rings that leave a node at once: where axes of others lie between these, one for each `inside` ranks.
+        together = stride * ranks == span
+        rings = min(machine.gpus_per_node, stride) if together else machine.gpus_per_node / inside
+        beta = min(machine.inter / rings, machine.fastest_link)
         # All of a node's ranks send at once, of what each sends the share outside the node.
         outside = (ranks - inside) / (ranks - 1)
         scatter = machine.inter / machine.gpus_per_node / outside if outside else math.inf
