@@ -250,9 +250,9 @@ class _Finder:
                 if kind == WeightKind.REPLICATED:
                     replicated.append(parameter.numel())
                 elif id(parameter) not in self.probe.trained:
-                    self.idle.append(self._sharded(parameter, kind))
+                    self.idle.append(self._weight_shape(parameter, kind))
                 elif kind != WeightKind.VOCABULARY:
-                    weights.append(self._sharded(parameter, kind))
+                    weights.append(self._weight_shape(parameter, kind))
                 if kind == WeightKind.GATHERED and id(parameter) in self.probe.trained:
                     partial = path in self.within and not self.plan.is_full(path)
                     gathered.append(GatheredShape(*weights[-1][1:3], partial, self._heads_around(path)))
@@ -267,8 +267,8 @@ class _Finder:
             routed=routed,
         )
 
-    def _sharded(self, parameter: nn.Parameter, kind: WeightKind) -> WeightShape:
-        """A parameter that is sharded."""
+    def _weight_shape(self, parameter: nn.Parameter, kind: WeightKind) -> WeightShape:
+        """Return the shape of a parameter that is sharded."""
         if kind == WeightKind.EXPERTS:
             experts, rows, cols = parameter.shape
             return WeightShape(kind, rows, cols, experts)
