@@ -6,10 +6,11 @@ import inspect
 
 import pytest
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from hf_axonn.architectures.block_checks import GLOBAL_SIZES, head_counts
-from hf_axonn.architectures.plan import derive, plan_for
+from hf_axonn.architectures.plan import derive, is_per_token, plan_for
 from hf_axonn.architectures.table import CHECKED, TABLE
 from tests.benchmarks.architectures import tiny_configs
 from tests.benchmarks.architectures.survey import BOUND, prepare, survey_grid
@@ -213,3 +214,22 @@ def test_attention_that_chooses_its_keys_gets_full_sequences_where_rows_are_divi
         model = surveyed_model(kind)
         assert not any("self_attn" in name for name in derive(model, kind).full_sequence)
         assert any("self_attn" in name for name in derive(model, kind, divided_rows=True).full_sequence)
+
+
+class Own(nn.Module):
+    """A module of a class that nothing is known of.
+
+    Args:
+        parts: its modules and parameters.
+    """
+
+    def __init__(self, **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def test_a_module_of_an_unknown_class_with_parameters_or_parts_is_not_taken_for_one_that_treats_each_token_by_itself():
+    weight = nn.Parameter(torch.zeros(2))
+    assert is_per_token(Own())
+    assert not any(map(is_per_token, (Own(weight=weight), Own(part=Own()), Own(part=Own(weight=weight)))))

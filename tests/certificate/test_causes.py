@@ -96,6 +96,10 @@ def test_a_loss_that_is_not_that_of_its_samples_is_told():
     assert find_other_losses(losses, positions, GROUPS) == ""
     losses[1][1] *= 1.37
     assert find_other_losses(losses, positions, GROUPS).startswith("the loss of rank 1 (micro-batch 2) is not that")
+    of_one = [[MicroBatch({}, 2.0, 1, 1)] for _ in positions]  # a loss of 0
+    assert find_other_losses([[2.0], [0.0]], of_one, GROUPS).startswith(
+        "the loss of rank 1 (micro-batch 1) is not that"
+    )
     fewer = [[loss * tokens / (tokens - 1) for loss in each] for each in losses]  # other labels are fewer, too
     assert find_other_losses(fewer, positions, GROUPS).startswith("the loss of rank 1 (micro-batch 2) is not that")
 

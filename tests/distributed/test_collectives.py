@@ -99,6 +99,8 @@ def check_alone():
         value = torch.randn(1, 3)
         output = getattr(collectives, name)(value, dist.group.WORLD)
         assert output.data_ptr() == value.data_ptr(), name
+        shapes = {"gather": (1, 1, 3), "reduce_scatter": (3,), "take": (3,)}  # those with a dim of ranks more, or less
+        assert output.shape == next((shape for part, shape in shapes.items() if part in name), (1, 3)), name
     assert torch.equal(collectives.start_all_gather(value, dist.group.WORLD).wait(), value[None])
     assert torch.equal(collectives.start_reduce_scatter(value, dist.group.WORLD).wait(), value[0])
 

@@ -91,7 +91,8 @@ def test_what_the_commands_write_is_known(place, name):
         ("extract --model model --samples run --output new", "name the samples that the run was asked."),
         ("extract --model model --samples run/results.jsonl --output new", "looks like results of an `extract` run"),
         ("extract --model model --samples samples.jsonl.about.json --output new", "{place}/samples.jsonl."),
-        ("extract --model model --samples bundle.tar --output new", "looks like an audit bundle"),
+        ("extract --model model --samples bundle.tar --output new", "looks like an audit bundle, but --samples takes "
+         "samples: name the file that `hf-axonn-eval samples` wrote."),
         ("extract --model model --samples model --output new", "looks like a model, but --samples takes samples"),
         ("extract --model tokenizer --samples samples.jsonl --output new", "a tokenizer without a model"),
         ("extract --model run --samples samples.jsonl --output new", "but --model takes a model"),

@@ -154,3 +154,7 @@ def test_a_value_outside_of_its_bounds_is_an_error():
     with pytest.raises(ValueError, match=r"metric 'of_one' is 1\.5, not from 0 to 1 as registered"):
         METRICS["of_one"]({"suffix": [1, 2, 3]})
     assert METRICS["probability"]({"logprob": 1e-9}) == pytest.approx(1), "rounding"
+
+
+def test_no_number_of_ours_is_negative():
+    assert {name for name, metric in METRICS.items() if metric.mean != "share" and metric.least != 0} == set()
