@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import torch
 from accelerate import PartialState
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import recursively_apply
 from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
@@ -112,6 +113,9 @@ class DataMethods:
                     f"use_stateful_dataloader with dispatch_batches is not supported over {self.axonn_plugin.grid}: "
                     "set dispatch_batches=False, every rank then reads its own samples."
                 )
+            sampler = random_sampler(data_loader)
+            if settings.use_seedable_sampler and sampler is not None:
+                make_seedable(data_loader, sampler, settings.data_seed)
             prepared = dispatching_loader(
                 data_loader,
                 self.axonn_mesh,
@@ -217,6 +221,14 @@ def random_sampler(loader: DataLoader) -> RandomSampler | None:
     if isinstance(loader.sampler, BatchSampler):
         sampler = loader.sampler.sampler
     return sampler if isinstance(sampler, RandomSampler) else None
+
+
+def make_seedable(loader: DataLoader, sampler: RandomSampler, seed: int | None) -> None:
+    """Let a plain loader shuffle by accelerate's seedable sampler in place of its own."""
+    owner = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    owner.sampler = SeedableRandomSampler(
+        sampler.data_source, sampler.replacement, sampler.num_samples, sampler.generator, data_seed=seed
+    )
 
 
 def batches_of_dp_ranks(loader: DataLoader) -> list[int]:

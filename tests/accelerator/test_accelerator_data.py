@@ -85,6 +85,7 @@ CONFIGS = {
     "split, dispatch": {"split_batches": True, "dispatch_batches": True},
     "uneven": {"even_batches": False},
     "seedable": {"use_seedable_sampler": True, "data_seed": 7},
+    "seedable, dispatch": {"use_seedable_sampler": True, "data_seed": 7, "dispatch_batches": True},
 }
 
 
