@@ -1,4 +1,5 @@
-"""Numbers of DTensors on a grid's mesh beside plain tensors: sums, differences and products of both, and their norms.
+"""Numbers of DTensors on a grid's mesh beside plain tensors: sums, differences and products of both, and their norms;
+and such numbers in texts.
 
 torch treats a plain number as one that all ranks have, and makes a DTensor of the result.
 """
@@ -23,7 +24,7 @@ OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv")
 def meet_plain_tensors(whole: Callable[[DTensor], torch.Tensor]) -> None:
     """Let a number that was made of parameters on an `unnamed_mesh` be a plain one where an operator (+ - * /) has it
     and a plain tensor, as in `loss + penalty` or `loss += penalty`: torch would make a DTensor of both, which
-    collectives refuse, and has an AssertionError for sums in place. Once.
+    collectives refuse, and has an AssertionError for sums in place. With a format, as in `f"{norm:.3f}"`, too. Once.
 
     Args:
         whole: makes the plain number, in the graph.
@@ -39,6 +40,11 @@ def meet_plain_tensors(whole: Callable[[DTensor], torch.Tensor]) -> None:
 
         return operator
 
+    def __format__(self: DTensor, spec: str) -> str:  # torch's refuses every spec
+        number = spec and self.dim() == 0 and grid_of(self.device_mesh)
+        return torch.Tensor.__format__(self.full_tensor() if number else self, spec)
+
+    DTensor.__format__ = __format__  # type: ignore[method-assign]
     for name in OPERATORS:
         setattr(DTensor, f"__{name}__", meeting(getattr(DTensor, f"__{name}__")))
     handlers: dict = DTensor._op_dispatcher._custom_op_handlers

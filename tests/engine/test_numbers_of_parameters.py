@@ -102,7 +102,9 @@ def beside(grid: Grid | None) -> list[Tensor]:
     if grid:
         model, _ = parallelize(model, grid)
     plain = nn.Parameter(torch.arange(5.0, dtype=torch.float64))
-    found: list[Tensor] = []
+    weight = next(model.parameters())
+    written = f"{weight.norm():.6e} {weight.max():8.2e}"
+    found = [torch.tensor([*map(float, written.split())], dtype=torch.float64)]
     for norm_type in (2.0, 1.0, torch.inf):
         for index, each in enumerate((*model.parameters(), plain)):
             each.grad = each.detach() * (index % 3 + 1)
