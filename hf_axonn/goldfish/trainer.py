@@ -129,7 +129,8 @@ class GoldfishMixin(RecordingMixin):
                 f"data_collator is a GoldfishCollator, and {type(self).__name__} drops labels by itself: pass the "
                 "collator without it, or train with goldfish=False."
             )
-        self._token_loss().record.pop()
+        if self.model is not None:  # between trials of a search for hyperparameters there is none
+            self._token_loss().record.pop()
         self._documents = self._unfit = None
         ordinary = type(self.loss_strategy) is LossStrategy
         if not self._strategy_given and self.args.goldfish == ordinary:

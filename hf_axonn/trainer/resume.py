@@ -62,13 +62,20 @@ def train(self, original: Callable, resume_from_checkpoint: str | bool | None = 
             with raise_on_all_ranks(self.args.device):
                 if world_rank() == 0 and Path(self.args.output_dir).is_dir():
                     stack.enter_context(hold_folder(Path(self.args.output_dir)))
-        if parallel_state(self.model) is not None or resume_from_checkpoint in (True, LAST):
+        if _is_parallel(self) or resume_from_checkpoint in (True, LAST):
             resume_from_checkpoint = _choose(self, resume_from_checkpoint)
         if restarted and isinstance(resume_from_checkpoint, str):
             keep_batch(self, resume_from_checkpoint)
         if may_be_stopped(self, restarted=restarted):
             stack.enter_context(save_when_stopped(self))
         return original(resume_from_checkpoint, *args, **kwargs)
+
+
+def _is_parallel(trainer) -> bool:
+    """Return whether a Trainer's model lies over a grid, or will: in a search for hyperparameters rank 0 has none
+    between trials."""
+    ranks = trainer.accelerator.axonn_plugin.grid.size if is_on_grid(trainer) else 1
+    return ranks > 1 or parallel_state(trainer.model) is not None
 
 
 def _choose(self, requested: str | bool | None) -> str | bool | None:
@@ -78,7 +85,7 @@ def _choose(self, requested: str | bool | None) -> str | bool | None:
     plan = {"problem": "", "candidates": []}
     if world_rank() == 0:
         try:
-            if folder.is_dir() and parallel_state(self.model) is not None:
+            if folder.is_dir() and _is_parallel(self):
                 tidy(folder)
         except (OSError, ValueError) as problem:
             logger.warning(f"{folder} cannot be tidied up: {problem}")

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, parallelize
@@ -171,6 +172,11 @@ def _options(folder: Path, stock: list[dict]) -> None:
     before = [parameter.to_local().data_ptr() for parameter in model.parameters()]
     model = make_trainer(folder / "e", grid, model=model).model
     assert [parameter.to_local().data_ptr() for parameter in model.parameters()] == before, "nothing was copied"
+    trainer = make_trainer(folder / "f", grid, max_steps=1, eval_strategy="no", save_strategy="no")
+    trainer.model_init = lambda: tiny_model("qwen3")
+    if dist.get_rank() == 0:  # Transformers does so between the trials of a search for hyperparameters
+        trainer.model = trainer.model_wrapped = None
+    assert trainer.train().global_step == 1
 
 
 @pytest.mark.parametrize("stock", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["goldfish", "stock"])
