@@ -244,7 +244,7 @@ def pushed(folder: Path, grid: Grid | None) -> dict:
 
 def model_only(folder: Path, grid: Grid | None) -> dict:
     """A checkpoint without optimizer state is not resumed from."""
-    options = dict(save_only_model=True, save_strategy="steps", save_steps=2)
+    options = dict(save_only_model=True, save_strategy="steps", save_steps=2, debug="underflow_overflow")
     found = outcome(stock_trainer(folder / "model only", grid, **options))
     if grid:
         checkpoint = folder / "model only" / "checkpoint-2"
@@ -426,6 +426,8 @@ def refused(folder: Path) -> str:
         stock_trainer(folder / "refused", Grid(x=2), optim="galore_adamw", optim_target_modules=["q_proj"])
     with pytest.raises(ValueError, match="neftune_noise_alpha with context is not supported over a grid"):
         stock_trainer(folder / "refused", Grid(z=2, context=2), neftune_noise_alpha=5.0)
+    with pytest.raises(ValueError, match="save_on_each_node is not supported over a grid"):
+        stock_trainer(folder / "refused", Grid(x=2), save_on_each_node=True)
     return str(problem.value)
 
 
