@@ -25,7 +25,7 @@ from hf_axonn.compat.replaced import around_method, replace_attributes
 from hf_axonn.compat.transformers import compute_where_launched, pass_on_ddp_timeout
 from hf_axonn.distributed.collectives import reduce_
 from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_ranks
-from hf_axonn.distributed.mesh import SAME_SAMPLES
+from hf_axonn.distributed.mesh import ROWS, SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.parameter_counts import num_parameters
@@ -203,6 +203,16 @@ def _get_train_sampler(self, original: Callable, *args, **kwargs):
     return for_grid(sampler, plugin.grid, rank, self.args.train_batch_size, dispatched=dispatched)
 
 
+def _get_dataloader(self, original: Callable, *args, **kwargs):
+    """Let workers of ranks that share samples draw the same numbers: Trainer seeds them by the rank."""
+    loader, plugin = original(*args, **kwargs), _plugin(self)
+    seed = loader.base_dataloader.worker_init_fn
+    if plugin is not None and seed is not None:
+        rank = plugin.grid.place(self.args.process_index).index(*ROWS)
+        loader.base_dataloader.worker_init_fn = functools.partial(seed, rank=rank)
+    return loader
+
+
 def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
     """Count on one of the ranks that share samples: Trainer adds up over all ranks."""
     plugin = _plugin(self)
@@ -272,6 +282,7 @@ WRAPPERS = (
     create_accelerator_and_postprocess,
     _move_model_to_device,
     _get_train_sampler,
+    _get_dataloader,
     floating_point_ops,
     _prepare_for_training,
     call_model_init,

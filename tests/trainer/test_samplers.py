@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from torch.utils.data import get_worker_info
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from hf_axonn import AxonnPlugin, Grid
 from hf_axonn.compat.accelerate import forget_state
+from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.trainer.samplers import for_grid
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
@@ -35,32 +37,39 @@ def grouped_trainer(output, grid: Grid | None, seed: int, **options) -> Trainer:
             **options,
         ),
         train_dataset=Dataset.from_list([{"input_ids": [row] * length} for row, length in enumerate(LENGTHS)]),
-        data_collator=lambda rows: {"row": torch.tensor([row["input_ids"][0] for row in rows])},
+        data_collator=lambda rows: {
+            "row": torch.tensor([row["input_ids"][0] for row in rows]),
+            "noise": torch.rand(len(rows)) if get_worker_info() else torch.zeros(len(rows)),
+        },
     )
     torch.manual_seed(seed)
     return trainer
 
 
-def epochs(trainer: Trainer) -> tuple[list[int], list[float]]:
-    """The rows of two epochs in the order of all positions, and what is drawn from the generator then."""
-    loader, rows = trainer.get_train_dataloader(), []
+def epochs(trainer: Trainer) -> tuple[list[int], list[float], list[float]]:
+    """The rows of two epochs in the order of all positions, what is drawn from the generator then, and what a worker of
+    this rank has drawn for its rows."""
+    loader, rows, noise = trainer.get_train_dataloader(), [], []
     for _ in range(2):
         for batch in loader:
             rows += trainer.accelerator.gather_for_metrics(batch["row"]).tolist()
-    return rows, torch.rand(2).tolist()
+            noise += batch["noise"].tolist()
+    return rows, torch.rand(2).tolist(), noise
 
 
 def check_orders(output, truth: dict) -> None:
-    seed = 5 + dist.get_rank()  # that of rank 0 counts
-    for grid, workers in ((Grid(data=2), 0), (Grid(z=2), 1), (Grid(x=2), 0)):
+    own = 5 + dist.get_rank()  # that of rank 0 counts
+    for grid, seed, workers in ((Grid(data=2), own, 0), (Grid(z=2), own, 1), (Grid(x=2), 5, 1)):
         forget_state()
-        rows, drawn = epochs(grouped_trainer(output, grid, seed, dataloader_num_workers=workers))
+        rows, drawn, noise = epochs(grouped_trainer(output, grid, seed, dataloader_num_workers=workers))
         assert rows == truth[5][0], grid
         assert drawn == truth[seed][1], "each rank goes on from its own state"
+        if workers:  # ranks that share samples draw the same for them, others do not
+            assert len({*map(tuple, gather_json(noise, "cpu"))}) == grid.dp_size and len({*noise}) == len(noise), grid
     # Rank 0 alone reads: it has nobody to agree with.
     for grid in (Grid(data=2), Grid(x=2)):
         forget_state()
-        rows, _ = epochs(grouped_trainer(output, grid, 5, accelerator_config={"dispatch_batches": True}))
+        rows, *_ = epochs(grouped_trainer(output, grid, 5, accelerator_config={"dispatch_batches": True}))
         assert sorted(rows[:ROWS]) == sorted(rows[ROWS:]) == list(range(ROWS)), (grid, rows)
 
 
@@ -70,7 +79,7 @@ def test_groups_by_length_are_those_of_one_process_though_generators_differ(tmp_
         forget_state()
         truth[seed] = epochs(grouped_trainer(tmp_path, None, seed))
     assert truth[5] != truth[6]
-    for rows, _ in truth.values():
+    for rows, *_ in truth.values():
         assert sorted(rows[:ROWS]) == sorted(rows[ROWS:]) == list(range(ROWS)) and rows[:ROWS] != rows[ROWS:]
     run_ranks(check_orders, 2, tmp_path, truth)
 
