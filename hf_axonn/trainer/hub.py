@@ -21,8 +21,8 @@ from hf_axonn.checkpoint.export import export_hf, remove_ordinary
 from hf_axonn.checkpoint.manifest import MANIFEST, SHARDS, is_sharded_checkpoint, read_manifest
 from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.compat.transformers import save_on_every_rank
-from hf_axonn.distributed.collectives import barrier, world_rank
-from hf_axonn.distributed.consistency import first_problem
+from hf_axonn.distributed.collectives import barrier, broadcast_text, world_rank
+from hf_axonn.distributed.consistency import first_problem, raise_on_all_ranks
 from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import parallel_state
@@ -33,12 +33,30 @@ EXPORTED = "_axonn-hub"  # what begins with _ is never uploaded
 TOTAL = re.compile(r"(total_(?:train|eval)_batch_size: )(\d+)")
 
 
+def init_hf_repo(self, original: Callable, *args, **kwargs) -> None:
+    """Make the repository on rank 0, and tell all ranks its name, or that it cannot be made.
+
+    Raises:
+        ValueError: the hub refused, or cannot be reached; on every rank.
+    Collectives: those of `raise_on_all_ranks`, and a broadcast over the world.
+    """
+    if parallel_state(self.model) is None:
+        return original(*args, **kwargs)
+    with raise_on_all_ranks(self.args.device):
+        original(*args, **kwargs)
+    self.hub_model_id = broadcast_text(self.hub_model_id or "", self.args.device)
+
+
 def push_to_hub(self, original: Callable, *args, **kwargs):
-    """Upload the output directory, in which the model is saved as ordinary files."""
-    with replace_attributes({(self, "_axonn_ordinary"): True, (PROGRESS, "work"): ""}):
-        result = original(*args, **kwargs)
-    _wait_for_rank_0(self)
-    return result
+    """Upload the output directory, in which the model is saved as ordinary files.
+
+    An upload that fails is an error on rank 0 alone, as without a grid: a script may go on after it.
+    """
+    try:
+        with replace_attributes({(self, "_axonn_ordinary"): True, (PROGRESS, "work"): ""}):
+            return original(*args, **kwargs)
+    finally:
+        _wait_for_rank_0(self)
 
 
 def save_model(self, original: Callable, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -142,4 +160,4 @@ def place_exported(source: Path, directory: Path) -> None:
     stage.rmdir()
 
 
-WRAPPERS = (push_to_hub, save_model, create_model_card, _push_from_checkpoint, _finish_current_push)
+WRAPPERS = (init_hf_repo, push_to_hub, save_model, create_model_card, _push_from_checkpoint, _finish_current_push)

@@ -5,6 +5,7 @@ Each case is one run. The truth is the same run on one process, made before the 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import shutil
 from concurrent.futures import Future
@@ -221,15 +222,31 @@ class Hub:
         return done
 
 
+class Offline:
+    """A hub that cannot be reached."""
+
+    def create_repo(self, *args, **kwargs):
+        raise OSError("no connection")
+
+    upload_folder = create_repo
+
+
 def pushed(folder: Path, grid: Grid | None) -> dict:
-    """Each save and the end of a run are uploaded."""
+    """Each save and the end of a run are uploaded; what fails does not leave other ranks behind."""
     import transformers.trainer as module
 
-    original, module.hf_api = module.hf_api, lambda: Hub(folder / "hub")
+    original, module.hf_api = module.hf_api, Offline
     try:
         options = dict(push_to_hub=True, hub_strategy="checkpoint", save_strategy="steps", save_steps=1)
+        with pytest.raises((OSError, ValueError), match="no connection"):
+            stock_trainer(folder / "refused", grid, **options)
+        module.hf_api = lambda: Hub(folder / "hub")
         trainer = stock_trainer(folder / "pushed", grid, **options)
         found = outcome(trainer)
+        module.hf_api = Offline
+        with contextlib.suppress(OSError):  # of rank 0
+            trainer.push_to_hub()
+        module.hf_api = lambda: Hub(folder / "hub")
         trainer.push_to_hub(commit_message="the end")
     finally:
         module.hf_api = original
