@@ -47,8 +47,8 @@ def grouped_trainer(output, grid: Grid | None, seed: int, **options) -> Trainer:
 
 
 def epochs(trainer: Trainer) -> tuple[list[int], list[float], list[float]]:
-    """The rows of two epochs in the order of all positions, what is drawn from the generator then, and what a worker of
-    this rank has drawn for its rows."""
+    """The rows of two epochs in the order of all positions, what is drawn from the generator then, and what workers of
+    this rank have drawn for its rows."""
     loader, rows, noise = trainer.get_train_dataloader(), [], []
     for _ in range(2):
         for batch in loader:
