@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_axonn_eval import Sample, build_samples, extract
@@ -163,8 +163,8 @@ def test_a_cut_within_a_character_is_no_text():
 
 def test_spaces_at_the_end_of_a_prefix_go_with_the_suffix(tmp_path):
     """The harness moves them, and then they are tokenized with what follows, or the context ends elsewhere."""
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, " ": 2, "?": 3}, unk_token="?"))
-    words.pre_tokenizer, words.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, " ": 2, "?": 3, "bb": 4}, unk_token="?"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Split(Regex("bb|."), "isolated"), decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     assert tokenizer.encode("a b") == [0, 2, 1] and tokenizer.decode([0, 2, 1]) == "a b"
 
@@ -172,10 +172,10 @@ def test_spaces_at_the_end_of_a_prefix_go_with_the_suffix(tmp_path):
         return Sample(sample_id=name, document_id="a", bucket=0, offset=0, prefix=ids[:at], suffix=ids[at:])
 
     tally = Tally()
-    asked = [cut("after", 0, 2, 1, at=2), cut("before", 0, 2, 1, at=1)]
+    asked = [cut("after", 0, 2, 1, at=2), cut("before", 0, 2, 1, at=1), cut("two for one", 0, 2, 1, 1, at=1)]
     assert export_lm_eval(asked, tokenizer, tmp_path, name="t", tally=tally) == ["t_bucket_0"]
     assert [line["sample_id"] for line in lines(tmp_path / "t_bucket_0.jsonl")] == ["before"]
-    assert tally.left_out == {"not_text": 0, "other_ids": 1}
+    assert tally.left_out == {"not_text": 0, "other_ids": 2}
 
 
 def test_texts_are_not_templates(place, tmp_path):
