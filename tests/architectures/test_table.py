@@ -12,6 +12,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from hf_axonn.architectures.block_checks import GLOBAL_SIZES, head_counts
 from hf_axonn.architectures.plan import derive, is_per_token, plan_for
 from hf_axonn.architectures.table import CHECKED, TABLE
+from hf_axonn.architectures.weight_kinds import weight_kinds
+from hf_axonn.topology.weight_kind import WeightKind
 from tests.benchmarks.architectures import tiny_configs
 from tests.benchmarks.architectures.survey import BOUND, prepare, survey_grid
 from tests.benchmarks.architectures.tiny_configs import HIDDEN, SIZES
@@ -233,3 +235,11 @@ def test_a_module_of_an_unknown_class_with_parameters_or_parts_is_not_taken_for_
     weight = nn.Parameter(torch.zeros(2))
     assert is_per_token(Own())
     assert not any(map(is_per_token, (Own(weight=weight), Own(part=Own()), Own(part=Own(weight=weight)))))
+
+
+def test_large_parameters_of_mixers_that_are_no_linear_s_are_sharded():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_configs.tiny_config("mamba"))
+    kinds = weight_kinds(model, plan_for(model))
+    for name in ("conv1d.weight", "A_log"):
+        assert kinds[id(model.get_parameter(f"backbone.layers.0.mixer.{name}"))] == WeightKind.GATHERED
