@@ -255,6 +255,10 @@ class AxonnConfig(Settings):
                 del values[name]
         return json.dumps(values)
 
+    def to_facts(self) -> dict[str, str]:
+        """Return the settings one by one, by which `assert_same_on_all_ranks` names those that differ."""
+        return {f"axonn_config.{name}": json.dumps(value) for name, value in json.loads(self.to_json()).items()}
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> AxonnConfig | None:
         """Read what the launcher left in AXONN_CONFIG; None where it is not set or empty.

@@ -140,8 +140,7 @@ class AxonnPlugin(ParallelismConfig):
             refuse_other_engines(self.grid)
         if accelerator.num_processes > 1:
             watch()
-            facts = {
-                "axonn_config": self.config.to_json(),
+            facts = self.config.to_facts() | {
                 "mixed_precision": accelerator.state.mixed_precision,
                 "dynamo_config": str(accelerator.state.dynamo_plugin),
             }

@@ -89,11 +89,11 @@ def compare_in_own_dtype(job: Job, plan: LaunchPlan, runs: Runs, path: str, opti
         errors += evaluated
         causes += known
     result.set_errors(errors)
-    _conclude(result, sorted(causes, key=lambda known: (known[1][1].step, KINDS.index(known[1][0]))))
+    conclude(result, sorted(causes, key=lambda known: (known[1][1].step, KINDS.index(known[1][0]))))
     return result
 
 
-def _conclude(result: CaseResult, causes: list[Known]) -> None:
+def conclude(result: CaseResult, causes: list[Known]) -> None:
     """Set the cause of a case: its mistakes, or where there are none what is documented; each error has a cause."""
     mistakes = [known for known in causes if not known[0].documented]
     listed = mistakes or causes

@@ -140,7 +140,7 @@ def _check(model: nn.Module, inner: nn.Module, config: AxonnConfig) -> str:
     if dist.is_initialized():
         _check_device(device_type, backend_of(device=torch.device(device_type)))
     watch()
-    facts = {"axonn_config": config.to_json()} | versions() | model_facts(model)
+    facts = config.to_facts() | versions() | model_facts(model)
     assert_same_on_all_ranks(facts, device_type, "Start every rank with the same program and settings.")
     return device_type
 

@@ -10,6 +10,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, TorchDynamoPlugin
@@ -106,12 +107,17 @@ def test_what_is_not_supported_is_refused_by_name():
 
 
 def _refusals() -> None:
-    def accelerator(x: int = 2, **options) -> Accelerator:
+    def accelerator(grid: Grid | None = None, async_save: bool = False, **options) -> Accelerator:
         AcceleratorState._reset_state(True)
-        return Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=Grid(x=x)), **options)
+        plugin = AxonnPlugin(grid=grid or Grid(x=2), async_save=async_save)
+        return Accelerator(cpu=True, parallelism_config=plugin, **options)
 
     with pytest.raises(ValueError, match="= 4, but 2 process"):
-        accelerator(x=4)
+        accelerator(Grid(x=4))
+    with pytest.raises(ValueError, match="mixed_precision=fp16 is not possible over a grid with pipe"):
+        accelerator(Grid(pipe=2), mixed_precision="fp16")
+    with pytest.raises(ValueError, match="alike: axonn_config.async_save is false on rank 0, true on rank 1. Start"):
+        accelerator(async_save=dist.get_rank() == 1)
     hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
     with pytest.raises(ValueError, match=r"comm_hook=bf16.*: over a grid gradients are averaged without"):
         accelerator(kwargs_handlers=[hook])

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from hf_axonn.certificate.compare import KINDS
+from hf_axonn.certificate.compare import KINDS, CaseResult, Error
+from hf_axonn.certificate.explain import Cause
+from hf_axonn.certificate.own_dtype import conclude
 from hf_axonn.cli.main import main
 from tests.certificate.runs import assert_named, launch_file, many_processes, one_process, plan_of
 
@@ -74,3 +76,15 @@ def test_the_command_in_bf16(tmp_path, capsys):
         gradients = [error for error in case["bounds"] if error["kind"] == "gradient"]
         assert len({error["bound"] for error in gradients}) > 20
         assert all(0 <= error["error"] <= error["bound"] < 0.2 for error in gradients)
+
+
+def test_a_mistake_is_the_cause_of_a_case_before_what_is_documented():
+    ends, wrong = (Cause("the last batch is filled up", True), Cause("a gradient is twice as large"))
+    samples, gradient = ("samples", Error(1.0, 1, "samples", 0)), ("gradient", Error(1.0, 2, "weight", 1))
+    case = CaseResult("trainer", "sgd")
+    conclude(case, [])
+    assert case.equal and not case.cause
+    conclude(case, [(ends, samples), (wrong, gradient)])
+    assert (case.first, case.cause, case.documented) == (gradient, "a gradient is twice as large", False)
+    conclude(case, [(ends, samples)])
+    assert (case.first, case.cause, case.documented) == (samples, "the last batch is filled up", True)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_axonn.certificate import certify as certificates
 from hf_axonn.certificate import deepspeed, launch_plan
@@ -80,6 +81,9 @@ def test_what_a_file_of_deepspeed_says_the_arguments_say_too(tmp_path, monkeypat
     assert len(plan.notes) == 2 and "zero3_save_16bit_model" in plan.notes[1]
     job = make_job(tmp_path, plan, steps=3, vocabulary=160, trainer={}, dtype="fp32")
     assert (job.zero, job.saves, job.norms, job.accumulation) == (True, False, True, 4)
+    whole = zero_plan(tmp_path, monkeypatch, "bf16", **section, zero3_save_16bit_model=True)
+    saving = make_job(tmp_path, whole, steps=3, vocabulary=160, trainer={}, dtype="bf16")
+    assert saving.saves and (job.numbers, saving.numbers) == (torch.float32, torch.bfloat16)
     assert job.trainer == {"max_grad_norm": 0.5} and {path for path, _ in job.cases} == {"trainer", "loop"}
     plain = zero_plan(tmp_path, monkeypatch, zero_stage=0)
     assert plain.title == "DeepSpeed without ZeRO, 2 ranks" and "no norm is compared" in plain.notes[0]

@@ -18,6 +18,8 @@ def test_a_histogram_of_one_value_counts_it(values):
     with UnreadHistogram():
         found = torch.histc(numbers, bins=1, min=0, max=0)
         others = torch.histc(numbers, bins=2, min=0, max=1)
+        every = torch.histc(numbers, bins=1, min=0, max=1)
+    assert every.tolist() == [len(values)]
     assert found.dtype == numbers.dtype and found.tolist() == [values.count(0)] == others[:1].tolist()
     assert others.tolist() == torch.histc(numbers, bins=2, min=0, max=1).tolist()
 

@@ -319,3 +319,8 @@ def test_imports_are_counted_and_failures_named(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(text)
     found = try_imports(str(tmp_path), ["kit_a"])
     assert found == {"imported": 2, "lacking": {}, "failed": {"kit_a.inner": "ZeroDivisionError: division by zero"}}
+    missing = {"a.one": "torch", "a.two": "torch", "b": "numpy"}
+    assert command.describe_trial({"imported": 2, "lacking": missing, "failed": {}}, "python3")[1:] == [
+        "  not there: torch, for a.one and 1 more",
+        "  not there: numpy, for b",
+    ]
