@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_axonn import AxonnPlugin, Grid, parallelize, sync_gradients
+from hf_axonn.compat.torch import fake_world
 from hf_axonn.config import AxonnConfig
-from hf_axonn.losses.router_aux import carried_experts, check_routers
+from hf_axonn.losses.router_aux import carried_experts
 from hf_axonn.trainer.accumulation import AccumulatedStep
 from tests.helpers.equality import rows_of
 from tests.helpers.float64 import Float64, relative_errors
@@ -145,9 +146,10 @@ def test_what_is_not_made_of_sums_is_refused() -> None:
     assert carried_experts(make("qwen3_moe")) == carried_experts(make("gpt_oss")) == 4
     for kind in ("doge", "llama"):  # whose loss is another one; and of which none is known
         model = tiny_model(kind)
+        model.config.output_router_logits = True
         assert carried_experts(model) == 0
-        with pytest.raises(ValueError, match="is not known to be made of sums over layers.*Set it to False"):
-            check_routers(model, Grid(pipe=2))
+        with fake_world(2), pytest.raises(ValueError, match="is not known to be made of sums over layers.*Set it to"):
+            parallelize(model, Grid(pipe=2))
 
 
 def _trainer(folder: Path, truth: tuple) -> None:
