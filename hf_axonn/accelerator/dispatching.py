@@ -66,6 +66,15 @@ def dispatching_loader(
     )
 
 
+def rows_read(loader: Any) -> int | None:
+    """Return how many rows rank 0 reads for a loader of `dispatching_loader`; None of others, and where none knows."""
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, DispatchedBatches):
+        with contextlib.suppress(TypeError):
+            return len(dataset.loader.dataset)
+    return None
+
+
 def take_batch(batch: Any) -> Any:
     """Return a batch, which is complete when it has been dispatched."""
     return batch

@@ -213,6 +213,22 @@ def _get_dataloader(self, original: Callable, *args, **kwargs):
     return loader
 
 
+def num_examples(self, original: Callable, dataloader: Any) -> int:
+    """Count rows, also where the data set of a loader has batches, as rank 0 reads for all."""
+    from hf_axonn.accelerator.dispatching import rows_read
+
+    rows = rows_read(dataloader)
+    return original(dataloader) if rows is None else rows
+
+
+def evaluation_loop(self, original: Callable, dataloader: Any, *args, **kwargs) -> Any:
+    """Count samples as `num_examples` does: by them Trainer tells its speed."""
+    from hf_axonn.accelerator.dispatching import rows_read
+
+    output, rows = original(dataloader, *args, **kwargs), rows_read(dataloader)
+    return output if rows is None else type(output)(*output[:-1], rows)
+
+
 def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
     """Count on one of the ranks that share samples: Trainer adds up over all ranks."""
     plugin = _plugin(self)
@@ -283,6 +299,8 @@ WRAPPERS = (
     _move_model_to_device,
     _get_train_sampler,
     _get_dataloader,
+    num_examples,
+    evaluation_loop,
     floating_point_ops,
     _prepare_for_training,
     call_model_init,

@@ -198,6 +198,9 @@ def _evaluated(folder: Path, truth: tuple[float, torch.Tensor], stock: bool) -> 
         # Norms are computed in float32, and over y in another order.
         assert loss == pytest.approx(truth[0], rel=3e-7 if stock else TOLERANCE), grid  # Transformers' is float32
         torch.testing.assert_close(torch.from_numpy(predicted.predictions), truth[1], rtol=1e-6, atol=1e-6)
+    dispatched = make_trainer(folder, Grid(x=2), stock=stock, accelerator_config={"dispatch_batches": True})
+    assert dispatched.evaluation_loop(dispatched.get_eval_dataloader(), "rows").num_samples == 7
+    assert dispatched.num_examples(dispatched.get_train_dataloader()) == 64
 
 
 @pytest.mark.parametrize(
