@@ -91,9 +91,11 @@ class DataMethods:
                 loader_facts(data_loader), self.device, "Give every rank the whole of the same data."
             )
         settings, generator = self.dataloader_config, None
-        own = torch.Generator().manual_seed(torch.initial_seed())
-        if not dispatch or self.axonn_mesh.size(*SAME_SAMPLES) == 1:
-            sampler = random_sampler(data_loader)
+        own, sampler = torch.Generator().manual_seed(torch.initial_seed()), random_sampler(data_loader)
+        seedable = sampler if settings.use_seedable_sampler else None
+        # accelerate's dispatcher skips batches before they are put together, in the order of another epoch.
+        skips_wrongly = seedable is not None and not settings.use_stateful_dataloader
+        if not dispatch or (self.axonn_mesh.size(*SAME_SAMPLES) == 1 and not skips_wrongly):
             stock = not settings.use_seedable_sampler and not settings.use_stateful_dataloader
             alone = stock and (dispatch or self.axonn_mesh.size(*ROWS) == 1)  # accelerate reads as one process
             own = self.sample_order.shared if alone else own
@@ -113,9 +115,8 @@ class DataMethods:
                     f"use_stateful_dataloader with dispatch_batches is not supported over {self.axonn_plugin.grid}: "
                     "set dispatch_batches=False, every rank then reads its own samples."
                 )
-            sampler = random_sampler(data_loader)
-            if settings.use_seedable_sampler and sampler is not None:
-                make_seedable(data_loader, sampler, settings.data_seed)
+            if seedable is not None:
+                make_seedable(data_loader, seedable, settings.data_seed)
             prepared = dispatching_loader(
                 data_loader,
                 self.axonn_mesh,

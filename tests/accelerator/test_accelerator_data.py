@@ -217,6 +217,13 @@ def _dispatching(grids: list[Grid]) -> None:
             )
             states = accelerator.gather(torch.get_rng_state()[None].long())
             assert all(torch.equal(state, torch.get_rng_state().long()) for state in states)
+    for grid in (FOUR_RANKS[0], Grid(z=4)):  # as a Trainer that resumes in the second epoch
+        accelerator = with_loaders(grid, dispatch_batches=True, use_seedable_sampler=True)
+        loader = accelerator.prepare(loaders()["shuffled"])
+        first, second = (plain(list(loader)) for _ in range(2))
+        skipping = skip_first_batches(loader, 1)
+        skipping.set_epoch(1)
+        assert plain(list(skipping)) == second[1:] != first[1:], grid
     accelerator = with_loaders(FOUR_RANKS[0], dispatch_batches=True)
     ragged = DataLoader([torch.arange(row + 1) for row in range(4)], batch_size=1)
     with pytest.raises(RuntimeError, match="rank 0, which reads for all, failed: .*dispatch_batches=False"):
