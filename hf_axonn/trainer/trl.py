@@ -22,6 +22,7 @@ Checked with trl 1.15 and 1.16 (trainer/utils.py, sft_trainer.py, dpo_trainer.py
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -38,7 +39,7 @@ from torch.nn import functional as F
 from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.compat.accelerate import parallelism_in_use
 from hf_axonn.compat.post_import import after_import
-from hf_axonn.compat.replaced import around_method
+from hf_axonn.compat.replaced import around_method, replace_attributes
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.distributed.consistency import gather_texts
 from hf_axonn.distributed.mesh import ROWS
@@ -53,13 +54,15 @@ from hf_axonn.trainer import rollouts
 
 MODULE = "trl.trainer.utils"
 TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", *rollouts.TRAINERS)  # that train over a grid
+CALLBACKS = "trl.trainer.callbacks"
+COMPLETING = {"LogCompletionsCallback": "on_step_end", "WeaveCallback": "on_evaluate"}  # methods that generate
 PRECOMPUTING = {f"trl.trainer.{name.lower()}_trainer": f"{name}Trainer" for name in ("DPO", "KTO")}  # by module
 REFUSED = {"DistillationTrainer": "it multiplies by the whole heads of student and teacher"}
 
 
 def install() -> None:
-    """Wrap two functions in all modules of TRL that have them, and a method of trainers with references, once. TRL has
-    been imported."""
+    """Wrap two functions in all modules of TRL that have them, and a method of trainers with references and of
+    callbacks that generate, once. TRL has been imported."""
     for name, ours in {"add_fused_lm_head": _add_fused_lm_head, "hash_module": _hash_module}.items():
         original = getattr(sys.modules[MODULE], name, None)
         if original is not None and not hasattr(original, "of_trl"):
@@ -69,7 +72,10 @@ def install() -> None:
                 if path.partition(".")[0] == "trl" and vars(module).get(name) is original:
                     setattr(module, name, wrapped)
     for place, trainer in PRECOMPUTING.items():
-        after_import(place, functools.partial(_install_precomputing, place, trainer))
+        method = _precompute_ref_logps.__name__
+        after_import(place, functools.partial(_wrap_method, place, trainer, method, _precompute_ref_logps))
+    for callback, method in COMPLETING.items():
+        after_import(CALLBACKS, functools.partial(_wrap_method, CALLBACKS, callback, method, _complete))
 
 
 def check_trainer(trainer: object, grid: Grid) -> None:
@@ -105,13 +111,25 @@ def freeze_references(trainer: object) -> None:
             model.requires_grad_(False)
 
 
-def _install_precomputing(module: str, name: str) -> None:
-    trainer, method = getattr(sys.modules[module], name), _precompute_ref_logps.__name__
-    original = getattr(trainer, method)
+def _wrap_method(module: str, name: str, method: str, wrapper: Callable) -> None:
+    owner = getattr(sys.modules[module], name)
+    original = getattr(owner, method)
     if not hasattr(original, "of_trl"):
-        wrapped: Any = around_method(original, _precompute_ref_logps)
+        wrapped: Any = around_method(original, wrapper)
         wrapped.of_trl = original
-        setattr(trainer, method, wrapped)
+        setattr(owner, method, wrapped)
+
+
+def _complete(self, original: Callable, *args, **kwargs):
+    """Let every rank complete all prompts: all call `generate` as often, and no completion is logged twice."""
+    accelerator = self.trainer.accelerator
+    plugin = getattr(accelerator, "axonn_plugin", None)
+    values: dict[tuple[Any, str], Any] = {}
+    if plugin is not None and plugin.grid.size > 1:
+        values[accelerator, "split_between_processes"] = contextlib.nullcontext
+        values[sys.modules[CALLBACKS], "gather_object"] = list
+    with replace_attributes(values):
+        return original(*args, **kwargs)
 
 
 def _precompute_ref_logps(self, original: Callable, dataset: Any, name: str, *args, **kwargs):

@@ -236,6 +236,20 @@ def test_no_head_is_gathered_and_no_reference_is_averaged(folder, grid):
     run_ranks(_nothing_whole_travels, 4, folder, grid)
 
 
+def test_completions_for_a_log_are_made_by_all_ranks_alike(monkeypatch):
+    """Prompts are not divided: ranks of z call `generate` as often, and those of x log no completion twice."""
+    from trl.trainer import callbacks
+
+    install_when_imported()
+    monkeypatch.setattr(callbacks, "_generate_completions", lambda prompts, **_: [f"{prompt}!" for prompt in prompts])
+    accelerator = mock.Mock(axonn_plugin=SimpleNamespace(grid=Grid(z=2)), is_main_process=True)  # divides nothing
+    trainer = SimpleNamespace(accelerator=accelerator, model_wrapped=None, eval_dataset={"prompt": ["a", "b", "c"]})
+    callback = callbacks.LogCompletionsCallback(trainer, freq=1)
+    args = SimpleNamespace(per_device_eval_batch_size=2, gradient_checkpointing_kwargs=None, report_to=[])
+    callback.on_step_end(args, SimpleNamespace(global_step=1), None, processing_class=SimpleNamespace())
+    assert callback.table == [("1", "a", "a!"), ("1", "b", "b!"), ("1", "c", "c!")]
+
+
 def _hashes() -> None:
     grid = Grid(x=2)
     AxonnPlugin(grid=grid)  # which wraps TRL's functions
