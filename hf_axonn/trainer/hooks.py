@@ -206,8 +206,7 @@ def _get_train_sampler(self, original: Callable, *args, **kwargs):
 def _get_dataloader(self, original: Callable, *args, **kwargs):
     """Let workers of ranks that share samples draw the same numbers: Trainer seeds them by the rank."""
     loader, plugin = original(*args, **kwargs), _plugin(self)
-    seed = loader.base_dataloader.worker_init_fn
-    if plugin is not None and seed is not None:
+    if plugin is not None and (seed := loader.base_dataloader.worker_init_fn) is not None:
         rank = plugin.grid.place(self.args.process_index).index(*ROWS)
         loader.base_dataloader.worker_init_fn = functools.partial(seed, rank=rank)
     return loader
