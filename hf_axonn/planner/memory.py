@@ -386,12 +386,12 @@ def _saved_by_adapters(block: BlockShape, grid: Grid, step: Step) -> float:
 
 
 def _saved_by_attention(shape: ModelShape, block: BlockShape, grid: Grid, step: Step) -> float:
-    """Bytes of queries, keys, values and attention's output; of the row layer's input where y gathers it; of the input
-    of norms over all heads."""
+    """Bytes of queries, keys, values and gates; of attention's output; of the row layer's input where y gathers it; of
+    the input of norms over all heads."""
     tokens, parts, compute = step.padded_tokens(grid), grid.x * grid.y, step.compute_bytes
     repeat = heads_repeat(block, grid)
     query, kv = block.query_features, block.kv_features
-    saved = (query + block.value_features + kv) * tokens / parts * repeat * compute
+    saved = (sum(linear.rows for linear in block.columns) + block.value_features) * tokens / parts * repeat * compute
     if grid.context > 1:
         saved = tokens * _saved_over_context(shape, block, grid, step) * compute
     if any(index is not None for index, _ in block.inner_norms):

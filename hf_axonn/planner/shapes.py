@@ -87,7 +87,7 @@ class BlockShape:
     @property
     def packed(self) -> bool:
         """True if one Linear makes several projections."""
-        return any(len(segments) > 1 for segments in self.segments)
+        return any(len(segments) > 1 for segments in self.segments) or (self.is_attention and len(self.columns) == 1)
 
     @property
     def value_features(self) -> int:
@@ -96,8 +96,13 @@ class BlockShape:
 
     @cached_property
     def query_features(self) -> int:
-        """Features of all query heads."""
-        return self.row.cols if self.packed else self.columns[0].rows
+        """Features of all query heads, without those of a gate that are made beside them."""
+        if self.packed:
+            return self.row.cols
+        if self.down:  # the last one makes keys and values
+            return self.columns[-2].rows
+        keys = [linear.rows for linear, kinds in zip(self.columns, self.segments, strict=True) if "kv" in kinds[0]]
+        return keys[0] // self.kv * self.query if keys else self.columns[0].rows
 
     @cached_property
     def kv_features(self) -> int:

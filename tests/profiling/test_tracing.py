@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,6 +127,28 @@ def test_layers_that_differ_are_runs():
     assert len(dense.parts) == 2 and [type(part) for part in sparse.parts] == [BlockShape, ExpertsShape, BlockShape]
     latent = dense.parts[0]
     assert (latent.down, latent.rotary) == ((LinearShape(24, 48), LinearShape(16, 48)), 8)
+    assert (latent.query_features, latent.value_features) == (6 * 16, 6 * 8)
+
+
+def test_heads_count_once_where_each_has_its_query_key_and_value_side_by_side():
+    shape = build_shape(AutoConfig.for_model("gpt_neox", **SIZES | {"num_key_value_heads": 6}).to_dict())
+    ((layer, count),) = shape.runs
+    attention = layer.blocks[0]
+    assert (attention.query_features, attention.kv_features, attention.value_features) == (48, 96, 48)
+    assert shape.attention_flops(7) == count * 2 * 7 * (48 + 48)
+    gated = replace(attention, columns=tuple(LinearShape(rows, 48) for rows in (96, 24, 24)), kv=3)
+    gated = replace(gated, segments=(("query",), ("kv",), ("kv",)))
+    assert (gated.query_features, gated.kv_features) == (48, 48)
+    # A gate of each head is first.
+    gate, query, kv = LinearShape(6, 48), LinearShape(6 * 16, 48), LinearShape(6 * 24, 48)
+    latent = BlockShape(
+        columns=(gate, query, kv),
+        segments=3 * (("query",),),
+        row=LinearShape(48, 6 * 8),
+        query=6,
+        kv=6,
+        down=(LinearShape(24, 48),),
+    )
     assert (latent.query_features, latent.value_features) == (6 * 16, 6 * 8)
 
 
