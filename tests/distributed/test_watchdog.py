@@ -6,6 +6,7 @@ import datetime
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -461,6 +462,10 @@ def test_exceptions_pass_where_nobody_watches():
 def _terminated(pipe) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another test, or a library, may have left a handler
     signal.set_wakeup_fd(-1)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    for _ in range(1024):  # as many as connections of a large run
+        os.dup(pipe.fileno())
     termination = Termination()
     seen = []
     thread = threading.Thread(target=lambda: seen.append(termination.wait(120)))

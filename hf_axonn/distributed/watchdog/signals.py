@@ -9,8 +9,8 @@ sets its handler later, to save a checkpoint before a time limit.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
-import select
 import signal
 import socket
 import threading
@@ -49,7 +49,6 @@ class Termination:
         if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
         reader, writer = socket.socketpair()
-        reader.setblocking(False)
         writer.setblocking(False)
         before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         if before != -1:
@@ -82,7 +81,10 @@ class Termination:
             return 0
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            came = self._reader.recv(64) if select.select([self._reader], [], [], left)[0] else b""
+            self._reader.settimeout(left)  # select takes no file above 1023, as rank 0 has where thousands connect
+            came = b""
+            with contextlib.suppress(TimeoutError):
+                came = self._reader.recv(64)
             if any(signal.getsignal(number) is request_stop for number in came if number):
                 stop_requested.set()  # the main thread may wait in a collective, and not come to the handler
             if signal.SIGTERM in came and signal.getsignal(signal.SIGTERM) == self._handler:
