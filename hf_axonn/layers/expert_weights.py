@@ -49,7 +49,7 @@ class _Pass:
 
     def gather(self) -> list[Tensor]:
         self.blocks = [product.gather_blocks(self.dtype) for product in self.products]
-        return [each.blocks[0] for each in self.blocks]
+        return [each.blocks[0].detach() for each in self.blocks]  # which get the graph that holds this
 
     def keep(self) -> None:
         """Hold what `keep_gathered` keeps, for a checkpointed layer that runs again; and nothing else."""

@@ -254,7 +254,12 @@ def test_experts_that_are_kept_are_gathered_once_where_layers_run_again():
     grid = Grid(z=2)
     with world(grid, 1):
         ours, expected = counted(case, grid, "auto").entries, said(case, grid, "auto").entries
+        model = tiny_model("mixtral", dtype=torch.float32).train()
+        model, _ = parallelize(model, grid, config=AxonnConfig(grid=grid, **case.config))
+        model.gradient_checkpointing_enable()
+        model(**rows_of(tiny_batch(ROWS, SEQ), grid, 1)).loss.backward()
     assert not differing(ours, expected) and LedgerKey("backward", "all_gather", ("z",)) not in ours
+    assert not len(model.axonn.context.gather_cache._alive)  # what runs again is no cycle that stays
 
 
 def test_sizes_of_chunks_and_buckets_are_those_of_the_engine():
