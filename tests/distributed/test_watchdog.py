@@ -444,6 +444,8 @@ def test_ranks_that_all_wait_are_told_with_their_batches():
 def test_ranks_in_words():
     assert ranks_in_words([3]) == "rank 3" and ranks_in_words([0, 1, 5]) == "ranks 0, 1 and 5"
     assert ranks_in_words(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+    many = _judge(_account(20), ended=dict.fromkeys(range(20), "ended its script"))
+    assert "rank 7 ended its script and 12 more. All ranks must" in many
 
 
 def test_what_another_rank_caused_is_told_from_what_went_wrong_here():

@@ -156,6 +156,7 @@ def _explain_silence(places: Mapping[int, str], accounts: Sequence[Account]) -> 
 def _explain_end(ended: Mapping[int, str], accounts: Sequence[Account]) -> str:
     """Return which ranks left their script while the others wait."""
     who = "; ".join(f"rank {rank} {at}" for rank, at in sorted(ended.items())[:REPORTED])
+    who += f" and {len(ended) - REPORTED} more" if len(ended) > REPORTED else ""
     return (
         f"ended before the others, which are {_step(accounts)}: {who}. {_lone_call(accounts)}All ranks must make the "
         "same number of steps and leave a script at the same place."
