@@ -1,4 +1,5 @@
-"""Accelerate's own commands over a launch file with `axonn_config`: `env`, `config update` and `test`.
+"""Accelerate's own commands over a launch file with `axonn_config`: `env`, `config update` and `test`; and TRL's
+`trl`, which calls accelerate's launcher.
 
 Stock accelerate refuses the key. In a process that is one of these commands the autoload hook (autoload.py) calls
 `keep_section` and `test_on_grid` when accelerate has imported the parts in question; files on disk stay as they are,
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.launch.command import default_file, read_launch_file
+from hf_axonn.launch.command import default_file, prepare_or_exit, read_launch_file
 from hf_axonn.launch.launch_file import SECTION
 
 
@@ -66,6 +67,22 @@ def test_on_grid() -> None:
         print("Test is a success! You are ready for your distributed training!")
 
     module.test_command = test_command
+
+
+def prepare_what_is_parsed() -> None:
+    """Let a command that hands its arguments to accelerate's launcher, as `trl sft --accelerate_config` does, launch a
+    grid; right after accelerate/commands/launch.py was imported."""
+    import accelerate.commands.launch as module
+
+    stock = module.launch_command_parser
+
+    def launch_command_parser(*args: Any, **options: Any) -> Any:
+        parser = stock(*args, **options)
+        parse = parser.parse_args
+        parser.parse_args = lambda arguments: parse(prepare_or_exit(arguments))  # type: ignore[assignment]
+        return parser
+
+    module.launch_command_parser = launch_command_parser
 
 
 def _settings(path: Path) -> dict[str, Any]:

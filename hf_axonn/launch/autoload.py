@@ -3,8 +3,8 @@
 It is registered under the entry point group `torch.backends`, and is how stock accelerate learns of our launch file:
 
 - in a process that is `accelerate launch`, the command line is rewritten before accelerate reads it (command.py);
-- in a process that is another command of accelerate, such as `accelerate env`, the key is known, too
-  (accelerate_commands.py);
+- in a process that is another command of accelerate, such as `accelerate env`, or TRL's `trl sft`, the key is known,
+  too (accelerate_commands.py);
 - in a process that was started with AXONN_CONFIG set, a bare `Accelerator()` or `Trainer` gets the plugin (plugin.py),
   by a hook that acts when accelerate itself is imported; and RANK becomes what the order of the axes says, where the
   launch file gives one (topology/axis_order.py), and all nodes give the same (node_check.py);
@@ -25,6 +25,7 @@ LAUNCH_COMMANDS = {"accelerate-launch": 0, "accelerate": 1}
 # What else reads a launch file; so does `accelerate`, wherever it does not launch.
 OTHER_MODULES = ("accelerate.commands.env",)
 OTHER_COMMANDS = ("accelerate-config",)
+TRL = "trl"  # its commands call the launcher of accelerate
 OWN_LAUNCHERS = ("axonn-launch", "hf_axonn.launch")
 
 
@@ -48,6 +49,10 @@ def autoload() -> None:
 
             after_import("accelerate.commands.config.config_args", _keep_section)
             after_import("accelerate.commands.test", _test_on_grid)
+        elif program == TRL:
+            from hf_axonn.compat.post_import import after_import
+
+            after_import("accelerate.commands.launch", _prepare_what_is_parsed)
         elif os.environ.get("AXONN_CONFIG"):
             if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
                 from hf_axonn.launch.node_check import compare_or_exit
@@ -122,3 +127,9 @@ def _test_on_grid() -> None:
     from hf_axonn.launch.accelerate_commands import test_on_grid
 
     test_on_grid()
+
+
+def _prepare_what_is_parsed() -> None:
+    from hf_axonn.launch.accelerate_commands import prepare_what_is_parsed
+
+    prepare_what_is_parsed()

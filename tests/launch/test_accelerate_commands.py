@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hf_axonn import Grid
-from hf_axonn.launch import autoload, self_test
+from hf_axonn.launch import accelerate_commands, autoload, self_test
 from tests.helpers.launching import assert_quiet, launch_file, run
 from tests.helpers.ranks import run_ranks
 
@@ -73,6 +73,23 @@ def test_the_commands_are_known_and_start_nothing(monkeypatch, words, program):
     assert autoload._program() == program
     autoload.autoload()
     assert awaited == ["accelerate.commands.config.config_args", "accelerate.commands.test"] and sys.argv == words
+
+
+def test_the_command_of_trl_launches_a_grid(monkeypatch):
+    """It hands accelerate's parser what it was given; `prepare` is what any launch does with that."""
+    import accelerate.commands.launch as stock
+
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/trl", "sft"])
+    awaited = {}
+    monkeypatch.setattr("hf_axonn.compat.post_import.after_import", awaited.__setitem__)
+    monkeypatch.setattr(stock, "launch_command_parser", stock.launch_command_parser)  # put back at the end
+    monkeypatch.setattr(accelerate_commands, "prepare_or_exit", lambda words: ["--num_processes=2", *words[2:]])
+    autoload.autoload()
+    (when, callback) = awaited.popitem()
+    callback()
+    parsed = stock.launch_command_parser().parse_args(["--config_file", "axonn.yaml", "sft.py", "--max_steps", "1"])
+    assert when == stock.__name__ and parsed.num_processes == 2 and parsed.config_file is None
+    assert [parsed.training_script, *parsed.training_script_args] == ["sft.py", "--max_steps", "1"]
 
 
 def right_and_wrong_losses():
