@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoTokenizer, HfArgumentParser, PreTrained
 from transformers.trainer_utils import IntervalStrategy
 
 import hf_axonn
+from hf_axonn.checkpoint.run_folder import hold_folder
 from hf_axonn.compat.own_code import refuse_own_code
 from hf_axonn.planner.from_settings import too_long
-from hf_axonn.trainer.saving import hold_folder
 from hf_axonn_scripts import is_first
 from hf_axonn_scripts.announce import say
 from hf_axonn_scripts.data import largest_id, longest_row

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -226,7 +227,7 @@ def random_sampler(loader: DataLoader) -> RandomSampler | None:
 
 def make_seedable(loader: DataLoader, sampler: RandomSampler, seed: int | None) -> None:
     """Let a plain loader shuffle by accelerate's seedable sampler in place of its own."""
-    owner = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    owner: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     owner.sampler = SeedableRandomSampler(
         sampler.data_source, sampler.replacement, sampler.num_samples, sampler.generator, data_seed=seed
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, cast
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -71,7 +71,7 @@ def rows_read(loader: Any) -> int | None:
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, DispatchedBatches):
         with contextlib.suppress(TypeError):
-            return len(dataset.loader.dataset)
+            return len(cast(Sized, dataset.loader.dataset))
     return None
 
 

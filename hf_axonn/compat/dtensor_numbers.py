@@ -40,11 +40,11 @@ def meet_plain_tensors(whole: Callable[[DTensor], torch.Tensor]) -> None:
 
         return operator
 
-    def __format__(self: DTensor, spec: str) -> str:  # torch's refuses every spec
+    def format_number(self: DTensor, spec: str) -> str:  # torch's refuses every spec
         number = spec and self.dim() == 0 and grid_of(self.device_mesh)
         return torch.Tensor.__format__(self.full_tensor() if number else self, spec)
 
-    DTensor.__format__ = __format__  # type: ignore[method-assign]
+    setattr(DTensor, "__format__", format_number)  # noqa: B010 - a method of another class
     for name in OPERATORS:
         setattr(DTensor, f"__{name}__", meeting(getattr(DTensor, f"__{name}__")))
     handlers: dict = DTensor._op_dispatcher._custom_op_handlers

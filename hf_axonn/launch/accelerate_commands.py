@@ -79,7 +79,7 @@ def prepare_what_is_parsed() -> None:
     def launch_command_parser(*args: Any, **options: Any) -> Any:
         parser = stock(*args, **options)
         parse = parser.parse_args
-        parser.parse_args = lambda arguments: parse(prepare_or_exit(arguments))  # type: ignore[assignment]
+        parser.parse_args = lambda arguments: parse(prepare_or_exit(arguments))
         return parser
 
     module.launch_command_parser = launch_command_parser

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_axonn.checkpoint.manifest import Manifest, find_problems, is_sharded_checkpoint, read_manifest
+from hf_axonn.checkpoint.run_folder import hold_folder
 from hf_axonn.checkpoint.safe_pickle import load_values
 from hf_axonn.checkpoint.sharded import load_model, load_optimizer, load_sharded, verify_together
 from hf_axonn.checkpoint.single_process import load_plain_optimizer, load_plain_weights
@@ -36,7 +37,6 @@ from hf_axonn.trainer.saving import (
     SCHEDULER,
     TRAINER_STATE,
     checkpoints_in,
-    hold_folder,
     is_on_grid,
     rng_file,
     tidy,

@@ -9,14 +9,11 @@ Checked with transformers 5.20 to 5.24 (trainer.py, `_save_checkpoint` and `rota
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +37,6 @@ SCALER = "scaler.pt"
 BATCH = "step_batch.json"  # samples of a step, and the arguments that gave them (restarts.py)
 REMOVED = ".axonn-removed"
 CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
-HELD = 15.0  # seconds in which processes of a run that has ended may still hold its folder
 
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
@@ -254,35 +250,6 @@ def remove_checkpoint(directory: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
     os.replace(directory, removed)
     shutil.rmtree(removed, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def hold_folder(folder: Path) -> Iterator[None]:
-    """Keep the folder of a run from other runs inside, by a lock that ends with this process; on one rank.
-
-    Nothing is written. A file system that cannot lock a directory, such as NFS, lets every run in.
-
-    Raises:
-        ValueError: another run holds it.
-    """
-    handle, end = os.open(folder, os.O_RDONLY), time.monotonic() + HELD
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise ValueError(
-                        f"another run trains into {folder} now, and each would replace and remove checkpoints of the "
-                        "other: end it first, or name another output_dir"
-                    ) from None
-                time.sleep(HELD / 30)
-            except OSError:
-                break
-        yield
-    finally:
-        os.close(handle)
 
 
 def tidy(folder: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hf_axonn.checkpoint import run_folder
 from hf_axonn.goldfish.mask import goldfish_mask
-from hf_axonn.trainer import saving
 from hf_axonn_scripts import checks, data, finetune
 from tests.helpers import ROOT
 
@@ -298,8 +298,8 @@ def test_gguf_options_reach_the_loader(monkeypatch):
 
 
 def test_a_folder_that_another_run_trains_into_ends_a_run_before_weights_are_read(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(saving, "HELD", 0.01)
-    with saving.hold_folder(tmp_path), pytest.raises(SystemExit) as ended, checks.end_with_sentence("model"):
+    monkeypatch.setattr(run_folder, "HELD", 0.01)
+    with run_folder.hold_folder(tmp_path), pytest.raises(SystemExit) as ended, checks.end_with_sentence("model"):
         checks.make_output(tmp_path, adapters=False)
     assert ended.value.code == 2 and f"another run trains into {tmp_path} now" in capsys.readouterr().err
     checks.make_output(tmp_path, adapters=False)

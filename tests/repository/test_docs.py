@@ -251,9 +251,9 @@ def test_options_in_commands_exist(block, options):
 
 def test_options_in_the_text_exist(options):
     every = set().union(*options.values()) | {"--help"}
-    # pip's, sbatch's and srun's, and lm-evaluation-harness's
+    # pip's, sbatch's and srun's, lm-evaluation-harness's, and TRL's
     every |= {"--extra_index_url", "--requeue", "--signal", "--network", "--cpu_bind", "--device", "--tasks"}
-    every |= {"--ntasks", "--ntasks_per_node"}
+    every |= {"--ntasks", "--ntasks_per_node", "--accelerate_config"}
     wrong = {(place, option) for place, code in inline_code() for option in options_in(code) if option not in every}
     assert not wrong
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from hf_axonn import AxonnPlugin, Grid
+from hf_axonn.checkpoint import run_folder
 from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, check_complete
 from hf_axonn.checkpoint.save import SaveError
 from hf_axonn.checkpoint.sharded import load_sharded
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.trainer import saving
 from hf_axonn.trainer.saving import rotate
 from tests.helpers.crashes import die_at, run_to_the_end
 from tests.helpers.models import tiny_model
@@ -164,15 +164,15 @@ def refused_beside_another(folder: Path) -> str:
 
 def test_a_second_run_in_the_folder_is_refused_and_the_stage_of_the_first_stays(tmp_path, monkeypatch):
     """The lock is another process's, and goes with it; a file system without such locks lets everyone in."""
-    monkeypatch.setattr(saving, "HELD", 0.2)
+    monkeypatch.setattr(run_folder, "HELD", 0.2)
     stage = tmp_path / f".checkpoint-3{STAGE}"
     stage.mkdir()
-    with saving.hold_folder(tmp_path):
+    with run_folder.hold_folder(tmp_path):
         first, second = run_ranks(refused_beside_another, 2, tmp_path)
         assert first == second and stage.is_dir()
-    with saving.hold_folder(tmp_path), monkeypatch.context() as patch:
-        patch.setattr(saving.fcntl, "flock", raise_no_locks)
-        with saving.hold_folder(tmp_path):
+    with run_folder.hold_folder(tmp_path), monkeypatch.context() as patch:
+        patch.setattr(run_folder.fcntl, "flock", raise_no_locks)
+        with run_folder.hold_folder(tmp_path):
             pass
 
 
