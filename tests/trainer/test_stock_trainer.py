@@ -20,8 +20,10 @@ from datasets import Dataset
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import Adafactor, AdafactorSchedule
+from transformers.trainer_utils import HubStrategy
 
 from hf_axonn import Grid
+from hf_axonn.trainer import hub
 from hf_axonn.trainer.hooks import OPTIMIZERS
 from tests.helpers.equality import full
 from tests.helpers.float64 import Float64, relative_errors
@@ -451,3 +453,16 @@ def refused(folder: Path) -> str:
 def test_what_a_grid_cannot_do_is_refused(folder):
     for message in run_ranks(refused, 2, folder):
         assert "adamw_torch, adamw_torch_fused, adafactor, sgd" in message
+
+
+def test_all_pushes_but_those_at_the_end_alone_have_the_model_of_their_checkpoint(monkeypatch, tmp_path):
+    placed = []
+    monkeypatch.setattr(hub, "is_sharded_checkpoint", lambda folder: True)
+    monkeypatch.setattr(hub, "read_manifest", lambda folder: SimpleNamespace(model=True))
+    monkeypatch.setattr(hub, "place_exported", lambda folder, output: placed.append(strategy))
+    monkeypatch.setattr(hub, "_wait_for_rank_0", lambda trainer: None)
+    for strategy in HubStrategy:
+        args = SimpleNamespace(hub_strategy=strategy, hub_always_push=False, output_dir=str(tmp_path))
+        trainer = SimpleNamespace(args=args, push_in_progress=None, is_world_process_zero=lambda: True)
+        hub._push_from_checkpoint(trainer, lambda folder: None, "checkpoint-1")
+    assert placed == [strategy for strategy in HubStrategy if strategy != HubStrategy.END]
