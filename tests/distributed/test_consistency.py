@@ -73,7 +73,7 @@ def _at_start(folder: str) -> dict[str, str]:
 
 def test_what_is_found_at_the_start(tmp_path):
     found = run_ranks(_at_start, 2, str(tmp_path))[0]
-    assert '"layout": "auto"' in found["yaml"] and "on rank 0" in found["yaml"]
+    assert 'alike: axonn_config.layout is "auto" on rank 0, "token" on rank 1. Start' in found["yaml"]
     assert '"x": 2' in found["grid"] and '"z": 2' in found["grid"]
     assert "the model is LlamaForCausalLM with" in found["model"]
     assert "missing on rank 1" in found["versions"] and "transformers is missing on rank 0" in found["versions"]
