@@ -200,10 +200,8 @@ def test_parameters_without_a_gradient_are_held_as_well():
     grid = Grid(z=2, y=2, x=2)
     stack = ModelShape(runs=LLAMA.runs, hidden=LLAMA.hidden, vocab=LLAMA.vocab, final=LLAMA.final)
     assert local_parameters(stack, grid) == local_parameters(LLAMA, grid)
-    idle = (
-        WeightShape(WeightKind.LINEAR, 5, 21),
-        WeightShape(WeightKind.GATHERED, 7, 3),
-    )  # [2, 11], [1, 3]
+    # A rank has [2, 11] and [1, 3] of them.
+    idle = (WeightShape(WeightKind.LINEAR, 5, 21), WeightShape(WeightKind.GATHERED, 7, 3))
     assert local_parameters(replace(stack, idle=idle), grid) == local_parameters(stack, grid) + 22 + 3
 
 

@@ -184,7 +184,7 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
     head = output_embedding(model)
     tied = head is not None and head.weight is embedding.weight
     before = {name.rpartition(".")[0] for name in model.state_dict()}
-    _keep_ends(model, decoder, plan, first=0 in own_stages, last=count - 1 in own_stages, tied=tied)
+    _keep_ends(model, plan, first=0 in own_stages, last=count - 1 in own_stages, tied=tied)
     kept = {index for number in own_stages for index in ranges[number]}
     originals = list(layers)
     for index in range(len(originals)):
@@ -244,7 +244,6 @@ def _multiplications(module: nn.Module, chosen: int) -> float:
 
 def _keep_ends(
     model: nn.Module,
-    decoder: nn.Module,
     plan: ShardingPlan,
     *,
     first: bool,
@@ -256,7 +255,7 @@ def _keep_ends(
     names = {module: name for name, module in model.named_modules()}
     head, embedding = cast("nn.Linear | None", output_embedding(model)), input_embedding(model)
     final = {model.get_submodule(name) for name in plan.final or ()}
-    for module, after in beside_layers(model, decoder, plan):
+    for module, after in beside_layers(model, plan):
         ends = after or module in final or "final" in names[module].rpartition(".")[2]  # OPT names it first
         if last if ends else first:
             continue

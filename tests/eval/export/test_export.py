@@ -172,8 +172,8 @@ def test_spaces_at_the_end_of_a_prefix_go_with_the_suffix(tmp_path):
         return Sample(sample_id=name, document_id="a", bucket=0, offset=0, prefix=ids[:at], suffix=ids[at:])
 
     tally = Tally()
-    asked = [cut("after", 0, 2, 1, at=2), cut("before", 0, 2, 1, at=1), cut("two for one", 0, 2, 1, 1, at=1)]
-    assert export_lm_eval(asked, tokenizer, tmp_path, name="t", tally=tally) == ["t_bucket_0"]
+    cuts = [cut("after", 0, 2, 1, at=2), cut("before", 0, 2, 1, at=1), cut("two for one", 0, 2, 1, 1, at=1)]
+    assert export_lm_eval(cuts, tokenizer, tmp_path, name="t", tally=tally) == ["t_bucket_0"]
     assert [line["sample_id"] for line in lines(tmp_path / "t_bucket_0.jsonl")] == ["before"]
     assert tally.left_out == {"not_text": 0, "other_ids": 2}
 

@@ -181,4 +181,4 @@ def test_names_of_a_grid_are_beside_their_cells():
         assert float(texts[name].get("x")) == pytest.approx(float(box.get("x")) + float(box.get("width")) / 2, abs=0.1)
     for box, name in zip(boxes[:: len(columns)], rows, strict=True):
         middle = float(box.get("y")) + float(box.get("height")) / 2
-        assert float(texts[name].get("y")) == pytest.approx(middle + 4, abs=0.1)  # where letters of 12 stand
+        assert float(texts[name].get("y")) == pytest.approx(middle + 4, abs=0.1)  # one decimal, as above
