@@ -29,7 +29,7 @@ def read_buckets(documents: datasets.Dataset, column: str, name: str) -> np.ndar
         return None
     buckets = list(documents[column])
     for number, bucket in enumerate(buckets, start=1):
-        if isinstance(bucket, bool) or not isinstance(bucket, int | float) or bucket < 0 or bucket != int(bucket):
+        if isinstance(bucket, bool) or not isinstance(bucket, int | float) or bucket < 0 or bucket % 1:
             raise ValueError(
                 f"{name}, document {number}: {column} is {bucket!r}, but it is how often training sees the document, "
                 "a whole number of at least 0. Name the column with --bucket_column; with a name that no column has, "

@@ -8,6 +8,7 @@ however long the document is and however rows are cut.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 
 import datasets
@@ -17,6 +18,9 @@ import pyarrow.compute as pc
 
 from hf_axonn_scripts.buckets import read_buckets, repeat, same_documents, shared_with, warnings_of
 from hf_axonn_scripts.images import as_pictures, open_images, to_image_rows
+
+
+OF_TOKENS = ("input_ids", "labels", "attention_mask")  # columns that are read of documents that are tokenized
 
 
 @dataclass
@@ -37,7 +41,7 @@ class DataArguments:
         default="text",
         metadata={
             "help": "Column that holds the text. Data that is tokenized already has a column input_ids instead; its "
-            "tokens are used as they are."
+            "tokens are used as they are, with the columns labels and attention_mask where it has them."
         },
     )
     bucket_column: str = field(
@@ -261,8 +265,14 @@ def load_documents(args: DataArguments, name: str) -> datasets.Dataset:
         raise ValueError(
             f"{name} has no column {args.text_column!r}: give --text_column one of {', '.join(found.column_names)}"
         )
-    content = "input_ids" if "input_ids" in found.column_names else args.text_column
-    refuse_gaps(found, content, name)
+    tokenized = "input_ids" in found.column_names
+    if tokenized and "position_ids" in found.column_names:
+        raise ValueError(
+            f"{name} has a column position_ids, as packed rows have, and here a row is one document: give each "
+            "document a row without that column, and --packing"
+        )
+    for column in [name for name in OF_TOKENS if name in found.column_names] if tokenized else [args.text_column]:
+        refuse_gaps(found, column, name)
     return as_pictures(found, decode=False) if "images" in found.column_names else found
 
 
@@ -276,12 +286,15 @@ def to_rows(documents: datasets.Dataset, args: DataArguments, tokenizer) -> data
 
     def lay_out(batch: dict[str, list]) -> dict[str, list]:
         if tokenized:
-            tokens = batch["input_ids"]
+            tokens, labels = read_tokens(batch)
         else:
-            tokens = tokenize(batch[args.text_column], tokenizer)
+            tokens = labels = tokenize(batch[args.text_column], tokenizer)
         if args.packing:
-            return pack(tokens, length=args.sequence_length, filler=tokenizer.pad_token_id)
-        return cut(tokens, length=args.sequence_length)
+            rows = pack(tokens, labels, length=args.sequence_length, filler=tokenizer.pad_token_id)
+        else:
+            rows = cut(tokens, labels, length=args.sequence_length)
+        learnt = [any(label != -100 for label in row[1:]) for row in rows["labels"]]
+        return {name: list(compress(column, learnt)) for name, column in rows.items()}
 
     if "images" in documents.column_names:
         if args.packing or tokenized:
@@ -292,8 +305,8 @@ def to_rows(documents: datasets.Dataset, args: DataArguments, tokenizer) -> data
         rows = documents.map(lay_out, batched=True, remove_columns=documents.column_names, desc="tokens to rows")
     if len(rows) == 0:
         raise ValueError(
-            f"none of the {len(documents)} documents has 2 tokens or more, so that there is nothing to predict: "
-            f"look at the column {'input_ids' if tokenized else args.text_column}"
+            f"none of the {len(documents)} documents has 2 tokens or more{' and a label' if tokenized else ''}, so "
+            f"that there is nothing to predict: look at the column {'input_ids' if tokenized else args.text_column}"
         )
     return rows
 
@@ -324,7 +337,31 @@ def tokenize(texts: Sequence[str], tokenizer) -> list[list[int]]:
     return [ids if end is None or ids[-1:] == [end] else [*ids, end] for ids in tokens]
 
 
-def cut(documents: Iterable[Sequence[int]], *, length: int) -> dict[str, list[list[int]]]:
+def read_tokens(batch: Mapping[str, list]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return token ids and labels of documents that are tokenized, without the places that attention_mask leaves out.
+
+    Args:
+        batch: columns `input_ids`, and if they are there `labels` and `attention_mask`.
+    Raises:
+        ValueError: the columns differ in length.
+    """
+    columns = {name: batch[name] for name in OF_TOKENS if name in batch}
+    for rows in zip(*columns.values(), strict=True):
+        if len(set(map(len, rows))) > 1:
+            lengths = ", ".join(f"{len(row)} {name}" for name, row in zip(columns, rows, strict=True))
+            raise ValueError(f"a document has {lengths}: give each of its tokens one of each")
+    ids = columns["input_ids"]
+    labels = columns.get("labels", ids)
+    if "attention_mask" not in columns:
+        return ids, labels
+    masks = columns["attention_mask"]
+    ids, labels = ([list(compress(*pair)) for pair in zip(rows, masks, strict=True)] for rows in (ids, labels))
+    return ids, labels
+
+
+def cut(
+    documents: Iterable[Sequence[int]], targets: Iterable[Sequence[int]], *, length: int
+) -> dict[str, list[list[int]]]:
     """Give each document rows of its own.
 
     A longer document goes on in the next row, which begins with the last token of the row before as context, because
@@ -332,19 +369,22 @@ def cut(documents: Iterable[Sequence[int]], *, length: int) -> dict[str, list[li
 
     Args:
         documents: token ids.
+        targets: their labels.
         length: longest row, in tokens.
     Returns:
         Columns `input_ids` and `labels`; rows differ in length.
     """
-    rows = [
-        list(document[start : start + length])
-        for document in documents
-        for start in range(0, len(document) - 1, length - 1)
-    ]
-    return {"input_ids": rows, "labels": [list(row) for row in rows]}
+    rows: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    for document, labels in zip(documents, targets, strict=True):
+        for start in range(0, len(document) - 1, length - 1):
+            rows["input_ids"].append(list(document[start : start + length]))
+            rows["labels"].append(list(labels[start : start + length]))
+    return rows
 
 
-def pack(documents: Iterable[Sequence[int]], *, length: int, filler: int) -> dict[str, list[list[int]]]:
+def pack(
+    documents: Iterable[Sequence[int]], targets: Iterable[Sequence[int]], *, length: int, filler: int
+) -> dict[str, list[list[int]]]:
     """Fill rows with documents, one behind the other.
 
     The first token of a piece has label -100: its predecessor in the row belongs to another document. A document cut
@@ -352,6 +392,7 @@ def pack(documents: Iterable[Sequence[int]], *, length: int, filler: int) -> dic
 
     Args:
         documents: token ids.
+        targets: their labels.
         length: tokens of every row.
         filler: token id for the places that stay empty.
     Returns:
@@ -370,14 +411,15 @@ def pack(documents: Iterable[Sequence[int]], *, length: int, filler: int) -> dic
         for column in (ids, labels, positions):
             column.clear()
 
-    for document in documents:
+    for document, own in zip(documents, targets, strict=True):
         start = 0
         while start < len(document) - 1:
             if length - len(ids) < 2:  # one place holds no target
                 close()
-            piece = list(document[start : start + length - len(ids)])
+            end = start + length - len(ids)
+            piece = document[start:end]
             ids += piece
-            labels += [-100, *piece[1:]]
+            labels += [-100, *own[start + 1 : end]]
             positions += range(len(piece))
             start += len(piece) - 1
     if ids:

@@ -59,7 +59,8 @@ def test_each_token_is_a_target_once(length):
     # All tokens differ, so that a pair names one place of one document.
     documents = [list(range(10, 21)), [30], [40, 41], [], list(range(50, 58)), [60, 61, 62]]
     expected = sorted((a, b) for document in documents for a, b in zip(document, document[1:], strict=False))
-    cut, packed = data.cut(documents, length=length), data.pack(documents, length=length, filler=FILLER)
+    cut = data.cut(documents, documents, length=length)
+    packed = data.pack(documents, documents, length=length, filler=FILLER)
     assert sorted(targets_of(cut)) == expected
     assert sorted(targets_of(packed)) == expected
     assert max(map(len, cut["input_ids"])) <= length
@@ -67,9 +68,9 @@ def test_each_token_is_a_target_once(length):
 
 
 def test_packed_row_by_hand():
-    rows = data.pack([[5, 6, 7], [8, 9, 10, 11, 12]], length=6, filler=FILLER)
+    rows = data.pack([[5, 6, 7], [8, 9, 10, 11, 12]], [[5, 6, 7], [8, -100, 10, 11, 12]], length=6, filler=FILLER)
     assert rows["input_ids"] == [[5, 6, 7, 8, 9, 10], [10, 11, 12, 0, 0, 0]]
-    assert rows["labels"] == [[-100, 6, 7, -100, 9, 10], [-100, 11, 12, -100, -100, -100]]
+    assert rows["labels"] == [[-100, 6, 7, -100, -100, 10], [-100, 11, 12, -100, -100, -100]]
     assert rows["position_ids"] == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]]
 
 
@@ -79,7 +80,8 @@ def test_attention_stays_inside_packed_documents(attention):
     model.config.use_cache = False  # as Trainer sets it; a cache would hide that rows are packed
     documents = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
     # Two rows, so that a mask made from the first row alone would be seen.
-    rows = data.pack([*documents, *reversed(documents)], length=12, filler=FILLER)
+    both = [*documents, *reversed(documents)]
+    rows = data.pack(both, both, length=12, filler=FILLER)
     packed = model(torch.tensor(rows["input_ids"]), position_ids=torch.tensor(rows["position_ids"])).logits
     for row, pieces in zip(packed, (documents, documents[::-1]), strict=True):
         alone = torch.cat([model(torch.tensor([piece])).logits[0] for piece in pieces])
@@ -92,7 +94,10 @@ def test_packed_loss_is_that_of_the_documents():
     model = tiny_llama()
     model.config.use_cache = False
     documents = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
-    rows = {name: torch.tensor(column) for name, column in data.pack(documents, length=14, filler=FILLER).items()}
+    rows = {
+        name: torch.tensor(column)
+        for name, column in data.pack(documents, documents, length=14, filler=FILLER).items()
+    }
     alone = [model(torch.tensor([ids]), labels=torch.tensor([ids])).loss * (len(ids) - 1) for ids in documents]
     assert model(**rows).loss.item() == pytest.approx(sum(alone).item() / 9, rel=1e-5)
 
@@ -120,6 +125,21 @@ def test_the_sources_agree(tokenizer, tmp_path, cache):
         assert (read.documents, read.buckets, read.warnings) == (3, None, [])
 
 
+def test_labels_and_masks_of_tokenized_documents_are_kept(tokenizer, tmp_path, cache):
+    documents = [
+        {"input_ids": [3, 4, 5, 6, 7], "labels": [-100, -100, 5, 6, 7], "attention_mask": [1, 1, 1, 1, 1]},
+        {"input_ids": [0, 0, 8, 9, 3], "labels": [-100, -100, 8, 9, 3], "attention_mask": [0, 0, 1, 1, 1]},
+        {"input_ids": [8, 3, 8, 0, 0], "labels": [-100] * 5, "attention_mask": [1, 1, 1, 0, 0]},
+    ]
+    lines = write_lines(tmp_path / "documents.jsonl", documents)
+    rows = data.load_rows(data.DataArguments(data=lines, sequence_length=4), tokenizer)
+    assert rows.train["input_ids"] == [[3, 4, 5, 6], [6, 7], [8, 9, 3]]
+    assert rows.train["labels"] == [[-100, -100, 5, 6], [6, 7], [8, 9, 3]]
+    packed = data.load_rows(data.DataArguments(data=lines, sequence_length=8, packing=True), tokenizer).train
+    assert packed["input_ids"] == [[3, 4, 5, 6, 7, 8, 9, 3]]
+    assert packed["labels"] == [[-100, -100, 5, 6, 7, -100, 9, 3]]
+
+
 def test_no_document_is_on_both_sides(tokenizer, tmp_path, cache):
     ids = [[index, index + 1, index + 2] for index in range(0, 60, 3)]
     lines = write_lines(tmp_path / "documents.jsonl", [{"input_ids": document} for document in ids])
@@ -139,6 +159,11 @@ def test_no_document_is_on_both_sides(tokenizer, tmp_path, cache):
         ([{"text": 3}], {}, "a document is 3, which is not text"),
         ([{"text": " "}, {"text": ""}], {}, "none of the 2 documents has 2 tokens or more"),
         ([{"input_ids": [4]}], {}, "none of the 1 documents .* column input_ids"),
+        ([{"input_ids": [4, 5], "labels": [4, -100]}], {}, "none of the 1 documents .* and a label, .*input_ids"),
+        ([{"input_ids": [4, 5], "labels": [5]}], {}, "a document has 2 input_ids, 1 labels: give each"),
+        ([{"input_ids": [4, 5], "labels": None}, {"input_ids": [4], "labels": [4]}], {}, "document 1 has no labels"),
+        ([{"input_ids": [4, 5], "position_ids": [0, 0]}], {}, "has a column position_ids, as packed rows have"),
+        ([{"text": "the fox", "bucket": float("inf")}], {}, "document 1: bucket is inf"),
         ([{"text": "the fox"}, {"text": "a dog"}], {"held_out": 0.1}, "held_out=0.1 of 2 documents is 0"),
         ([{"text": "the fox"}, {"text": "a dog"}], {"held_out": 0.9}, "held_out=0.9 of 2 documents is 2"),
     ],
