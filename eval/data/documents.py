@@ -5,6 +5,7 @@ All are read one document after the other, so that what is in memory does not gr
 
 import os
 from collections.abc import Iterator, Mapping
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,23 @@ def iter_documents(
             in the order of their names; or, as hub:OWNER/NAME/CONFIG@REVISION (hub.py), a data set on the Hub.
         id_key: field that holds the document's id; None: its place, such as `pages.parquet:17`, counted from 1. The
             id of a text is its path below `path`, its name if `path` is the text itself.
-        text_key: field that holds its text; `input_ids`, where present, is used instead.
+        text_key: field that holds its text; `input_ids`, where present, is used instead, without the places that
+            `attention_mask`, where present, leaves out.
         bucket_key: field that holds how often it was trained on.
         bucket: this number for every document, in place of a field. Texts have no fields and need it.
         split: of a dataset that has several.
     Yields:
         Mappings with `id`, `bucket` and `text` or `input_ids`.
     Raises:
-        ValueError: nothing there to read, bytes that are not UTF-8, a line that is not JSON, or a document without
-            its fields; the message names the file and the line, row or byte.
+        ValueError: nothing there to read, bytes that are not UTF-8, a line that is not JSON, a document without
+            its fields, or a mask of another length; the message names the file and the line, row or byte.
     Source: texts are taken as they are, line ends included; only a byte order mark at the beginning is left out.
     """
     keys = {"text": text_key} | ({} if id_key is None else {"id": id_key})
     keys |= {} if bucket is not None else {"bucket": bucket_key}
     fixed: dict[str, Any] = {} if bucket is None else {"bucket": bucket}
     found = False
-    for name, place, row in _rows(path, [*keys.values(), "input_ids"], split):
+    for name, place, row in _rows(path, [*keys.values(), "input_ids", "attention_mask"], split):
         found = True
         if isinstance(row, str):
             if bucket is None:
@@ -70,8 +72,16 @@ def iter_documents(
                 "--bucket_key, or give all documents one bucket with --bucket, and their places as ids with "
                 "--number_documents."
             )
-        numbered = {"id": name} if id_key is None else {}
-        yield {**fixed, **numbered, **{field: row[names[field]] for field in order}}
+        document = {
+            **fixed,
+            **({"id": name} if id_key is None else {}),
+            **{field: row[names[field]] for field in order},
+        }
+        if "input_ids" in names and (mask := row.get("attention_mask")) is not None:
+            if len(mask) != len(row["input_ids"]):
+                raise ValueError(f"{place} has {len(row['input_ids'])} input_ids, but {len(mask)} in attention_mask.")
+            document["input_ids"] = list(compress(row["input_ids"], mask))
+        yield document
     if not found:
         raise ValueError(f"{path} holds no documents.")
 

@@ -53,8 +53,13 @@ def test_every_format_gives_the_same_documents(tmp_path, name, write):
     ("name", "write"), [("d.jsonl", write_jsonl), ("d.parquet", write_parquet), ("d", write_dataset)]
 )
 def test_token_ids_are_used_instead_of_text(tmp_path, name, write):
-    path = write(tmp_path / name, [{"id": "a", "text": "words", "input_ids": [3, 4], "bucket": 0}])
-    assert read_documents(path) == [{"id": "a", "input_ids": [3, 4], "bucket": 0}]
+    padded = {"id": "b", "text": "words", "input_ids": [0, 5, 6], "attention_mask": [0, 1, 1], "bucket": 0}
+    plain = {"id": "a", "text": "words", "input_ids": [3, 4], "attention_mask": None, "bucket": 0}
+    expected = [{"id": "a", "input_ids": [3, 4], "bucket": 0}, {"id": "b", "input_ids": [5, 6], "bucket": 0}]
+    assert read_documents(write(tmp_path / name, [plain, padded])) == expected
+    path = write(tmp_path / f"other_{name}", [padded | {"attention_mask": [1, 1]}])
+    with pytest.raises(ValueError, match="1 has 3 input_ids, but 2 in attention_mask"):
+        read_documents(path)
 
 
 def test_empty_lines_and_a_byte_order_mark(tmp_path):
