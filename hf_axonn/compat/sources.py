@@ -23,6 +23,9 @@ def parse_source(code: Callable | ModuleType) -> ast.Module:
         SyntaxError: its source is no statement by itself, as that of a lambda.
     """
     code = inspect.unwrap(code)  # type: ignore[arg-type]
+    # From 3.13 on Python keeps the text of `python -c` under the name that code of `exec` has, too.
+    if inspect.isfunction(code) and code.__code__.co_filename == "<string>":
+        raise OSError("could not get source code: it was made by exec")
     try:
         source = inspect.getsource(code)
     except OSError:

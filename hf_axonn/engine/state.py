@@ -225,9 +225,12 @@ class ParallelState:
 
     @classmethod
     def compute_dtype(cls, input_: Tensor, weights: Sequence[ShardedWeight] = ()) -> torch.dtype:
-        """The dtype of matmuls: that of autocast if it is on, else the `requested_dtype`, else that of the input."""
+        """The dtype of matmuls: that of autocast if it is on, else the `requested_dtype`, else that of the input.
+
+        Autocast leaves float64 as it is.
+        """
         device_type = input_.device.type
-        if torch.is_autocast_enabled(device_type):
+        if torch.is_autocast_enabled(device_type) and input_.dtype != torch.float64:
             return torch.get_autocast_dtype(device_type)
         return (cls.requested_dtype(input_, weights) if weights else None) or input_.dtype
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 import pickle
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,7 +170,11 @@ class Evil:
 def test_nothing_of_a_folder_is_executed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "folder"
-    dcp.save({"model": {"weight": torch.arange(6.0).view(2, 3), "step": 4}}, checkpoint_id=folder, no_dist=True)
+    with monkeypatch.context() as of_python:  # as Python 3.13 names the class of paths
+        of_python.setitem(sys.modules, "pathlib._local", pathlib)
+        of_python.setattr(pathlib.PosixPath, "__module__", "pathlib._local")
+        dcp.save({"model": {"weight": torch.arange(6.0).view(2, 3), "step": 4}}, checkpoint_id=folder, no_dist=True)
+    assert b"pathlib._local" in (folder / ".metadata").read_bytes()
     tensors, values = read_torch_folder(folder, MODEL)
     assert torch.equal(tensors["weight"][0:2, 1:3], torch.tensor([[1.0, 2], [4, 5]])) and values["step"]() == 4
     with pytest.raises(ValueError, match=r"no optimizer\.\* among what it names"):

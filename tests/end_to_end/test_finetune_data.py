@@ -387,7 +387,7 @@ def test_help_is_readable(capsys):
         finetune.parse(["--help"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
-    assert text.index("accelerate launch --config axonn.yaml") < text.index("--goldfish_k GOLDFISH_K")
+    assert text.index("accelerate launch --config axonn.yaml") < text.index("GOLDFISH_K")
     assert text.index("options:") < text.index("model:") < text.index("data:") < text.index("--held_out_data")
     assert all(len(line) <= 140 for line in text.splitlines()[:20])
 

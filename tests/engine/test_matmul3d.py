@@ -146,6 +146,14 @@ def products(grids):
         check_gathered(grid, 7, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_autocast_casts_what_it_casts_of_torchs_own_products(dtype):
+    device = rank_device()
+    linear, input_ = nn.Linear(4, 3, device=device, dtype=dtype), torch.ones(2, 4, device=device, dtype=dtype)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert ParallelState.compute_dtype(input_) == linear(input_).dtype
+
+
 def test_products_on_four_ranks():
     run_ranks(products, 4, [grid for grid in all_grids(4) if grid.data == 1 or grid.z == 2])
 

@@ -76,7 +76,8 @@ def _gathered_over_z(model, context) -> int:
 def _check_traffic(double: bool, block_bytes: int) -> None:
     """Forward and backward send the blocks' bytes of these weights, and nothing else, where bf16 sends 2 a number."""
     totals, autocast = [], functools.partial(torch.autocast, "cpu", torch.bfloat16)
-    for base in (quantized_model(double=double), dequantized_model(quantized_model(double=double))):
+    quantized = quantized_model(double=double, dtype=torch.float32)
+    for base in (quantized, dequantized_model(quantized).float()):
         model = parallelize(adapt(base).train(), Grid(data=2, z=2))[0]
         model.enable_input_require_grads()  # or the first projections would have no backward pass
         totals.append(_gathered_over_z(model, autocast()))
