@@ -272,3 +272,18 @@ def as_saved(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
     saved: dict[str, Tensor] = revert_weight_conversion(cast("PreTrainedModel", model), tensors)
     return saved
+
+
+def never_compile_in_generate(model: Any) -> None:
+    """Keep `generate` from compiling a model, as it does by itself with a static cache on GPUs, and from making such a
+    cache before the first pass, with the heads of the config."""
+    model._valid_auto_compile_criteria = lambda *_: False
+    model._get_static_cache_init_shape = lambda: None
+
+
+def is_static_cache(implementation: str | None, cache: object) -> bool:
+    """Return whether `generate` gets a cache that has room for a number of tokens, by its name or made."""
+    from transformers import StaticCache
+    from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
+
+    return implementation in ALL_STATIC_CACHE_IMPLEMENTATIONS or isinstance(cache, StaticCache)

@@ -33,7 +33,8 @@ from hf_axonn.layers.base import patch_forward, split_hidden_states
 from hf_axonn.layers.vocabulary import warn_of_own_means
 from hf_axonn.losses.router_aux import full_router_logits
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
-from hf_axonn.parallel.sharded_model import ShardedModel, sharded_model
+from hf_axonn.parallel.generation import install_generate
+from hf_axonn.parallel.sharded_model import ShardedModel
 
 
 def install_decoder(state: ShardedModel, model: nn.Module, plan: ShardingPlan) -> None:
@@ -314,8 +315,7 @@ def install_causal_lm(state: ShardedModel, model: nn.Module) -> None:
     base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
     if isinstance(base, nn.Module) and base is not model:
         patch_forward(base, functools.partial(_base_model, state, model))
-    if state.grid_mesh.size("z") > 1 and hasattr(model, "generate"):
-        model.generate = functools.partial(_generate, state, model, model.generate)
+    install_generate(state, model)
 
 
 def _base_model(state: ShardedModel, model: nn.Module, original: Callable, /, *args, **kwargs):
@@ -326,44 +326,3 @@ def _base_model(state: ShardedModel, model: nn.Module, original: Callable, /, *a
     output = original(*args, **kwargs)
     watch_backward(model, state, output)
     return output
-
-
-def _generate(state: ShardedModel, model: nn.Module, original: Callable, /, *args, **kwargs):
-    """Generate on all ranks until the longest row is done, with a cache: every forward uses weights gathered over z.
-
-    The weights are gathered once for the call. Memory: those of a model on the same grid with z = 1.
-
-    Raises:
-        ValueError: it is without a cache, or tokens are drafted, and tokens travel to experts on other ranks of z; or
-            the model that drafts them is sharded over z.
-    """
-    settings = (kwargs.get("generation_config") or (args[1] if len(args) > 1 else None), model.generation_config)
-
-    def value_of(name: str):
-        choices = (kwargs.get(name), *(getattr(given, name, None) for given in settings))
-        return next((choice for choice in choices if choice is not None), None)
-
-    assistant = sharded_model(drafter) if (drafter := kwargs.get("assistant_model")) is not None else None
-    if assistant is not None and assistant.grid.z > 1:
-        raise ValueError(
-            f"assistant_model is sharded over z={assistant.grid.z}: ranks whose rows have ended draft no more, and "
-            "the others would wait for its weights. Load it without a grid, whole on each rank."
-        )
-    alone = {
-        "use_cache=False": value_of("use_cache") is False,
-        "assistant_model": drafter is not None,
-        "prompt_lookup_num_tokens": value_of("prompt_lookup_num_tokens") is not None,
-    }
-    reason = next((name for name, given in alone.items() if given), None)
-    if reason is None:
-        kwargs.setdefault("synced_gpus", True)
-    elif state.travels_over_z:
-        raise ValueError(
-            f"generate({reason}) over z={state.grid.z} with experts: move: a rank whose rows have ended would "
-            "stop, and the others wait for its experts. Use the cache without drafts, or write experts: gather."
-        )
-    # In these ways Transformers fails for a rank that is done and continues: without a cache it lengthens the mask,
-    # not the tokens, and drafts have no room. The first forward uses every weight, so none is gathered later and a
-    # rank may stop by itself.
-    with state.context.gather_cache.keep_everything():
-        return original(*args, **kwargs)

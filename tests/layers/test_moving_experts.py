@@ -194,8 +194,10 @@ def _refused():
     assert report.experts == "experts gathered over z: Llama4TextExperts sends every token to every expert"
     model, report = parallelize(moe("mixtral"), config=AxonnConfig(grid=grid, experts="auto"))
     assert "tokens travel" in report.experts and any(map(is_experts, model.modules()))
-    with pytest.raises(ValueError, match=r"generate\(use_cache=False\) over z=2 with experts: move"):
-        model.generate(torch.ones(1, 3, dtype=torch.int64), use_cache=False, max_new_tokens=2)
+    unequal = {"use_cache": False, "cache_implementation": "static", "guidance_scale": 1.5, "prefill_chunk_size": 2}
+    for name, value in unequal.items():
+        with pytest.raises(ValueError, match=rf"generate\({name}.* over z=2 with experts: move"):
+            model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2, **{name: value})
 
 
 def test_what_cannot_move_is_refused():

@@ -8,6 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import CompileConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from hf_axonn import parallelize
 from hf_axonn.engine.gradient_sync import sync_gradients
@@ -70,7 +74,9 @@ WAYS = {
     "sampling": functools.partial(write, prompt=PROMPTS, do_sample=True, top_k=0),
     "several samples": functools.partial(write, prompt=PROMPTS, do_sample=True, top_p=0.9, num_return_sequences=2),
     "beams": functools.partial(write, prompt=PROMPTS, do_sample=False, num_beams=2),
-    "static cache": functools.partial(write, prompt=PROMPTS, do_sample=False, cache_implementation="static"),
+    "static cache": functools.partial(
+        write, prompt=PROMPTS, do_sample=False, cache_implementation="static", prefill_chunk_size=2
+    ),
     "prompt of one token": functools.partial(write, prompt={"input_ids": torch.tensor([[5], [9]])}, do_sample=False),
     "prompt lookup": functools.partial(write, prompt=ONE_PROMPT, do_sample=False, prompt_lookup_num_tokens=3),
 }
@@ -169,7 +175,7 @@ MORE_UNEQUAL = [Grid(z=4), Grid(z=2, y=2), Grid(data=2, x=2)]
 UNEQUAL_WAYS = {
     "greedy": {"do_sample": False},
     "without a cache": {"do_sample": False, "use_cache": False},
-    "sampling": {"do_sample": True, "top_k": 0},
+    "sampling, static": {"do_sample": True, "top_k": 0, "cache_implementation": "static"},
     "beams": {"do_sample": False, "num_beams": 2, "early_stopping": True},
     "with scores": {"do_sample": False, "return_dict_in_generate": True, "output_scores": True},
 }
@@ -202,7 +208,7 @@ def _generate_unequally(grids, truths):
                 continue
             model, _ = parallelize(UNEQUAL_MODELS[name](), grid)
             for way, (end, given) in ways.items():
-                if not can_be_compared(way) or (grid == UNEQUAL[1] and way not in ("sampling", "with scores")):
+                if not can_be_compared(way) or (grid == UNEQUAL[1] and way not in ("sampling, static", "with scores")):
                     continue
                 ours = write(model, UNEQUAL_PROMPTS[place], **(UNEQUAL_WAYS[way] | {"eos_token_id": end}))
                 if not torch.equal(sequences(ours), sequences(given[place])):
@@ -255,13 +261,25 @@ def test_the_ranks_of_z_agree_after_every_token_unless_told_otherwise():
     assert agreed >= NEW["max_new_tokens"]
 
 
+REFUSED = {
+    "max_time": (60.0, "max_time over the grid .*y=2.* each rank has a clock of its own"),
+    "assistant_early_exit": (1, "assistant_early_exit .* the last layer, which it leaves out"),
+    "use_mtp": (True, "use_mtp .* not compared"),
+    "speculation_type": ("dflash", "speculation_type .* not compared"),
+    "compile_config": (CompileConfig(), "compile_config .* Omit it"),
+}
+
+
 def _without_cache(truth):
     model, _ = parallelize(llama(), Grid(y=2))
     assert torch.equal(write(model, PROMPTS, do_sample=False, use_cache=False), truth)
+    for name, (value, message) in REFUSED.items():
+        with pytest.raises(ValueError, match=message):
+            write(model, ONE_PROMPT, generation_config=GenerationConfig(**{name: value}))
 
 
-def test_without_cache():
-    """Over z it is with the prompts of unequal length."""
+def test_without_cache_and_what_is_refused():
+    """Without a cache over z it is with the prompts of unequal length."""
     run_ranks(_without_cache, 2, write(llama(), PROMPTS, do_sample=False, use_cache=False))
 
 
@@ -272,7 +290,17 @@ def drafted(model, place):
     return [
         write(model, prompt, do_sample=False, **way)
         for way in ({"assistant_model": drafter}, {"prompt_lookup_num_tokens": 2})
-    ]
+    ] + [healed(model, place)]
+
+
+def healed(model, place):
+    """The first row ends with a part of other words, so its last token is written anew; the second does not."""
+    words = {word: place for place, word in enumerate(["<pad>", "a", "b", "ab", "y"])}
+    backend = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<pad>")
+    prompt = {"input_ids": torch.tensor([[2, 4, [1, 4][place]]])}
+    return write(model, prompt, do_sample=False, token_healing=True, tokenizer=tokenizer)
 
 
 def _drafted(truths):
