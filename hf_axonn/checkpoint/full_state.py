@@ -5,6 +5,7 @@ For a model that one machine can hold. Checkpoints (sharded.py) never gather any
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.compat.bitsandbytes import saved_form
 from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.distributed.collectives import world_rank
+from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.four_bit import FourBit
 from hf_axonn.engine.stage_tensors import whole_of_all_stages
@@ -94,21 +96,29 @@ def _save_pretrained(
     state_dict: dict[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> None:
-    """Write as `PreTrainedModel.save_pretrained`, called by all ranks, on rank 0. Collectives: `full_state_dict`.
+    """Write as `PreTrainedModel.save_pretrained`, called by all ranks, on rank 0, for which the others wait.
 
-    A given state dict is taken as it is on rank 0, if it holds full tensors.
+    A given state dict is taken as it is on rank 0, if it holds full tensors; then nobody waits.
+
+    Raises:
+        ValueError: rank 0 cannot write, on every rank that waits.
+    Collectives: `full_state_dict`, and those of `raise_on_all_ranks`; none on a grid of data alone.
     """
     if kwargs.get("distributed_checkpoint"):
         raise ValueError(
             "distributed_checkpoint=True is not for a model on a grid: hf_axonn.save_sharded(model, DIR) writes its "
             "shards."
         )
+    state, waiting = parallel_state(model), contextlib.ExitStack()
     if state_dict is None or is_sharded(state_dict):
         state_dict = full_state_dict(model, state_dict)
-    if world_rank() == 0 and is_main_process:
-        quantizer = getattr(model, "hf_quantizer", None)  # which would put the model's own in its place
-        own: dict[tuple[Any, str], Any] = {}
-        if quantizer is not None:
-            own = {(quantizer, "get_state_dict_and_metadata"): lambda *_: (state_dict, {})}
-        with replace_attributes(own):
-            original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+        if state is not None and state.grid.size > state.grid.data:
+            waiting.enter_context(raise_on_all_ranks(state.grid_mesh.device))
+    with waiting:
+        if world_rank() == 0 and is_main_process:
+            quantizer = getattr(model, "hf_quantizer", None)  # which would put the model's own in its place
+            own: dict[tuple[Any, str], Any] = {}
+            if quantizer is not None:
+                own = {(quantizer, "get_state_dict_and_metadata"): lambda *_: (state_dict, {})}
+            with replace_attributes(own):
+                original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)

@@ -112,3 +112,6 @@ def output_comes_first(layer: nn.Module) -> bool:
 # Methods of PEFT's layers that are replaced on single ones.
 WHILE_ACTIVE = "_activate_lora"  # of ParamWrapper: (adapter names) -> context in which the parameter has them
 MIXED_BATCH = "_mixed_batch_forward"  # of every LoRA layer: forward with an adapter for each row
+# The module that swaps adapters in place, and its functions of (model, ...) that any way into it comes to.
+HOTSWAP = "peft.utils.hotswap"
+SWAPPING = ("hotswap_adapter_from_state_dict", "_pad_lora_weights")

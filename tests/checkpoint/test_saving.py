@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from hf_axonn import Grid, finish_saves, load_sharded, parallelize, save_sharded, sync_gradients
@@ -340,6 +341,9 @@ def refused(directory: Path) -> str:
         os.seteuid(65534)  # root may write everywhere
     with pytest.raises(SaveError, match="was not saved: rank 0: PermissionError") as failure:
         save_sharded(model, directory)
+    for each in (model, get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))):
+        with pytest.raises(ValueError, match="^rank 0: PermissionError: .*checkpoint-1"):  # rank 0's, on every rank
+            each.save_pretrained(directory)
     os.seteuid(user)
     return str(failure.value)
 

@@ -7,6 +7,7 @@ that is not sharded each calls PEFT's own and nothing else. Checked with peft 0.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -16,10 +17,11 @@ import torch
 from torch import nn
 
 from hf_axonn.checkpoint.adapter_files import full_tensors
-from hf_axonn.compat.peft import after_peft, let_load_state_dict_shard, sized_by_full_weights
+from hf_axonn.compat.peft import HOTSWAP, SWAPPING, after_peft, let_load_state_dict_shard, sized_by_full_weights
+from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.replaced import around_method, replace_attributes
-from hf_axonn.distributed.collectives import barrier, world_rank
-from hf_axonn.distributed.consistency import gather_json
+from hf_axonn.distributed.collectives import world_rank
+from hf_axonn.distributed.consistency import gather_json, raise_on_all_ranks
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import is_parallelized
@@ -37,6 +39,7 @@ def watch_peft() -> None:
     """
     if not _watching:
         after_peft(_install)
+        after_import(HOTSWAP, _install_hotswap)
         _watching.append(True)
 
 
@@ -53,6 +56,23 @@ def _install() -> None:
     let_load_state_dict_shard()
     for owner, wrapper, original in originals:
         setattr(owner, wrapper.__name__, around_method(original, wrapper))
+
+
+def _install_hotswap() -> None:
+    hotswap = sys.modules[HOTSWAP]
+    for name in SWAPPING:
+        original = getattr(hotswap, name)
+        setattr(hotswap, name, functools.wraps(original)(functools.partial(_hotswap, original)))
+
+
+def _hotswap(original: Callable, model: nn.Module, *args, **kwargs):
+    """Swap as PEFT does, but not in a sharded model: it would put whole tensors in the place of what is divided."""
+    if sharded_parts(model):
+        raise ValueError(
+            "PEFT's hot-swapping of adapters is not supported over a grid: call load_adapter with another name, then "
+            "set_adapter, and delete_adapter with the name of the first."
+        )
+    return original(model, *args, **kwargs)
 
 
 def sharded_parts(model: nn.Module) -> list[tuple[nn.Module, ShardedModel]]:
@@ -173,12 +193,21 @@ def get_nb_trainable_parameters(self, original: Callable) -> tuple[int, int]:
 
 
 def save_pretrained(self, original: Callable, *args, **kwargs) -> None:
-    """Save as PEFT does, with full tensors; rank 0 writes. Every rank must call it.
+    """Save as PEFT does, with full tensors; rank 0 writes, and all wait for it. Every rank must call it.
 
-    Collectives: `full_tensors` of what is saved, and a barrier.
+    Raises:
+        ValueError: rank 0 cannot write, on every rank; or adapters are to be converted, for which PEFT loads the
+            first ones into the model, on rank 0 alone.
+    Collectives: `full_tensors` of what is saved, and those of `raise_on_all_ranks`.
     """
-    if not sharded_parts(self):
+    parts = sharded_parts(self)
+    if not parts:
         return original(*args, **kwargs)
+    if kwargs.get("path_initial_model_for_weight_conversion") is not None:
+        raise ValueError(
+            "path_initial_model_for_weight_conversion is not supported over a grid: save the adapters without it, and "
+            "convert them on one process, where PeftModel.from_pretrained reads them."
+        )
     module = sys.modules["peft.peft_model"]
     select = module.get_peft_model_state_dict
 
@@ -186,6 +215,6 @@ def save_pretrained(self, original: Callable, *args, **kwargs) -> None:
         return full_tensors(select(*inner, **options), self)
 
     kwargs.setdefault("is_main_process", world_rank() == 0)
-    with replace_attributes({(module, "get_peft_model_state_dict"): gather}):
+    gathering = replace_attributes({(module, "get_peft_model_state_dict"): gather})
+    with raise_on_all_ranks(parts[0][1].grid_mesh.device), gathering:
         original(*args, **kwargs)
-    barrier()

@@ -17,6 +17,7 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
+from peft.utils import hotswap
 from torch.distributed.tensor import DTensor
 
 from hf_axonn import parallelize
@@ -137,6 +138,12 @@ def _refuse_on_sharded():
         model.eval()(input_ids=ids, adapter_names=["default", "__base__"])
     with pytest.raises(ValueError, match="add_weighted_adapter is not supported over a grid"):
         model.add_weighted_adapter(["default"], [0.5], "half")
+    with pytest.raises(ValueError, match="path_initial_model_for_weight_conversion is not supported over a grid"):
+        model.save_pretrained("unused", path_initial_model_for_weight_conversion="unused")
+    with pytest.raises(ValueError, match="hot-swapping of adapters is not supported over a grid"):
+        hotswap.hotswap_adapter_from_state_dict(model, {}, "default", model.peft_config["default"])
+    with pytest.raises(ValueError, match="hot-swapping of adapters is not supported over a grid"):
+        hotswap.prepare_model_for_compiled_hotswap(model, target_rank=4)
 
 
 def test_what_a_sharded_model_cannot_do():
