@@ -105,18 +105,27 @@ def find_worst(errors: Iterable[tuple[str, Error]]) -> dict[str, Error]:
 
 @dataclass
 class Runs:
-    """The records of one case: of one process, and of many."""
+    """The records of one case.
+
+    Args:
+        one, many: of one process, which was not interrupted, and of the ranks.
+        whole: of a resumed case, those of the ranks that were not interrupted.
+    """
 
     one: Record
     many: list[Record]
+    whole: list[Record] = field(default_factory=list)
 
 
 def read_runs(job: Job, path: str, optimizer: str) -> Runs:
     """The records of a case."""
     folder, name = Path(job.folder), f"{path}-{optimizer}"
     many = [Record(folder / TOGETHER / name, rank) for rank in range(job.ranks)]
-    alone = f"trainer-{optimizer}" if path == "resumed" else name  # one process was not interrupted
-    return Runs(Record(folder / ALONE / alone, 0), many)
+    if path != "resumed":
+        return Runs(Record(folder / ALONE / name, 0), many)
+    name = f"trainer-{optimizer}"
+    whole = [Record(folder / TOGETHER / name, rank) for rank in range(job.ranks)]
+    return Runs(Record(folder / ALONE / name, 0), many, whole)
 
 
 def compare(job: Job, runs: Runs, path: str, optimizer: str) -> CaseResult:

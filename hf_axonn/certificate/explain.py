@@ -90,7 +90,7 @@ class Explainer:
             case "samples" | "loss" | "gradient":
                 return self._explain_training(error.step)
             case "start":
-                return Cause(self._explain_start())
+                return self._explain_start(error.step)
             case "norm":
                 return Cause(self.explain_norm(error))
             case "parameter":
@@ -126,14 +126,15 @@ class Explainer:
         return problem
 
     def _find_drift(self, begin: int) -> str:
-        """Find a rank whose parameters are not those of its copies."""
+        """Find a rank whose parameters are not those of its copies, or of the run that it goes on from."""
+        others = "the run that was not interrupted" if self.runs.whole else "the other ranks"
         for step in range(begin, self.job.steps + 1):
             ranks = [record.parameters(step) for record in self.runs.many]
-            truth = assemble(ranks)
+            truth = assemble(record.parameters(step) for record in self.runs.whole or self.runs.many)
             for rank, shards in enumerate(ranks):
                 for error in shard_errors(shards, truth, step, rank):
                     if error.wrong:
-                        return f"{error.name} of rank {rank} is not that of the other ranks after step {step}"
+                        return f"{error.name} of rank {rank} is not that of {others} after step {step}"
         return ""
 
     def _explain_step(self, step: int, *, first: bool) -> Cause:
@@ -194,12 +195,15 @@ class Explainer:
             return f"every rank has the same samples, as of a loader that Accelerator.prepare was not given: {problem}"
         return f"{SAMPLES} {problem}" if problem else ""
 
-    def _explain_start(self) -> str:
+    def _explain_start(self, step: int) -> Cause:
+        """Explain other weights at the start: those of a run that went before may differ as documented."""
+        if self.runs.whole and (cause := self._explain_training(step + 1)).documented:
+            return cause
         wrong = sorted({error.rank for kind, error in self.result.errors if kind == "start" and error.wrong})
         if len(wrong) == len(self.runs.many):
-            return "every rank begins with other weights than one process"
+            return Cause("every rank begins with other weights than one process")
         listed = ", ".join(map(str, wrong))
-        return f"rank(s) {listed} begin with other weights, the others with those of one process"
+        return Cause(f"rank(s) {listed} begin with other weights, the others with those of one process")
 
     def _explain_saved(self) -> str:
         """Find the step whose weights were saved."""

@@ -108,7 +108,11 @@ RIGHT = (
     Setup("adafactor", {"optim": "adafactor"}, cases=TRAINER),
     Setup("adafactor, hf_axonn z=2", {"optim": "adafactor"}, over(z=2), cases=TRAINER),
     Setup("rmsprop", {"optim": "rmsprop"}, cases=TRAINER),
-    Setup("average_tokens_across_devices: false", {"average_tokens_across_devices": False}, cases=TRAINER),
+    Setup(
+        "average_tokens_across_devices: false, resumed",
+        {"average_tokens_across_devices": False},
+        cases=("trainer", "resumed"),
+    ),
     Setup("gradient_checkpointing", {"gradient_checkpointing": True}, cases=TRAINER),
     Setup("LoRA", {"peft": {"r": 4, "target_modules": "all-linear"}}, model="llama", cases=TRAINER),
     Setup("packing", {"packing": True}, model="llama", cases=BOTH),

@@ -11,6 +11,7 @@ import pytest
 
 from hf_axonn.certificate.report import exit_code, verdict
 from hf_axonn.cli.main import main
+from tests.certificate import runs
 from tests.certificate.runs import SCRIPTS, launch_file, many_processes, plan_of, script_on_one_process
 from tests.certificate.tables import (
     PLANTED,
@@ -26,6 +27,7 @@ from tests.certificate.tables import (
     words_of,
     write_inputs,
 )
+from tests.helpers.ranks import run_ranks
 
 
 OFTEN = (
@@ -78,6 +80,22 @@ def test_means_of_means_do_not_hide_a_row_that_is_seen_twice(tmp_path, inputs):
     assert right.documented and "their means over tokens" in right.cause, (right.first, right.cause)
     wrong = many_processes(job, tmp_path / "wrong", plan, "duplicated_index")
     assert wrong.first[0] == "samples" and not wrong.documented and "were seen by no rank" in wrong.cause
+
+
+@pytest.mark.slow
+def test_means_of_means_do_not_hide_an_optimizer_that_is_not_resumed(tmp_path, inputs, monkeypatch):
+    """A resumed run is compared with the one that was not interrupted where one process has other parameters."""
+
+    def lose_moments(rank, ranks, job, plan, planted, cases=(), **options):
+        for file in tmp_path.rglob("optimizer.pt") if cases else ():
+            file.unlink()
+        run_ranks(rank, ranks, job, plan, planted, cases, **options)
+
+    monkeypatch.setattr(runs, "run_ranks", lose_moments)
+    setup = Setup("means", {"average_tokens_across_devices": False}, cases=("trainer", "resumed"))
+    *whole, resumed = certify_setup(setup, tmp_path / "run", inputs)
+    assert all(result.documented for result in whole), [(result.first, result.cause) for result in whole]
+    assert not resumed.documented, (resumed.first, resumed.cause)
 
 
 def test_a_script_may_load_its_model_over_the_grid(tmp_path, inputs):
