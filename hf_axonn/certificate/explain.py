@@ -154,7 +154,8 @@ class Explainer:
         unused = {name: torch.zeros_like(weight) for name, weight in self.steps.model.named_parameters()}
         right = unused | average(positions, TOKENS)
         held = {shard.name for shards in ranks for shard in shards}
-        missing = {name for name, gradient in right.items() if name not in held and bool(gradient.any())}
+        trained = {shard.name for shard in self.runs.one.gradients(step)}
+        missing = {name for name in trained & right.keys() if name not in held and bool(right[name].any())}
         best = None if missing else find_fit(ranks, positions, groups, expected=TOKENS, distance=largest_error)
         if best is None:
             if len(groups) < self.job.positions:

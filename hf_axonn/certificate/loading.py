@@ -10,10 +10,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_axonn.certificate.job import Job
+from hf_axonn.certificate.recording import Record
 
 
 EXACT: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
-ADAPTERS = "lora_"
+ADAPTERS = "adapters"  # a folder beside the record of a script's run
+LORA = "lora_"
 STD = 0.1  # of the adapters' weights: B is zero otherwise, and the gradient of A with it
 
 
@@ -41,19 +43,34 @@ def load_model(job: Job, *, parallel: bool, dtype: torch.dtype = torch.float64) 
     return add_adapters(model, job) if job.peft else model
 
 
-def script_model(folder: str) -> nn.Module:
-    """Load the small model of a script once more, by the name of its folder: class and number.
+def save_adapters(model: nn.Module, folder: Path) -> None:
+    """Write what adapters a script has put on its model, if any, for `script_model`."""
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
+    for config in configs.values():
+        config.save_pretrained(str(folder / ADAPTERS))
+
+
+def script_model(record: Record) -> nn.Module:
+    """Load the small model of a script's run once more, by the name of its folder: class and number; with adapters.
 
     Raises:
         KeyError: its class is none of Transformers.
     """
     import transformers
 
+    folder = record.facts["models"][0]
     name = Path(folder).name.rpartition("-")[0]
     kind = getattr(transformers, name, None)
     if kind is None:
         raise KeyError(name)
     model: nn.Module = kind.from_pretrained(folder, **EXACT)
+    if (record.folder / ADAPTERS).is_dir():
+        from peft import PeftConfig, get_peft_model
+
+        config = PeftConfig.from_pretrained(str(record.folder / ADAPTERS))
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+        for dropout in filter(lambda module: isinstance(module, nn.Dropout), model.modules()):
+            dropout.p = 0.0
     return model
 
 
@@ -66,7 +83,7 @@ def add_adapters(model: PreTrainedModel, job: Job) -> nn.Module:
     generator = torch.Generator().manual_seed(job.seed + 4)
     with torch.no_grad():
         for name, parameter in adapters.named_parameters():
-            if ADAPTERS in name:
+            if LORA in name:
                 parameter.copy_(STD * torch.randn(parameter.shape, generator=generator, dtype=job.numbers))
     return adapters
 

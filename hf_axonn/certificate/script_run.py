@@ -21,7 +21,7 @@ from transformers import BatchEncoding, PreTrainedModel, Trainer
 from hf_axonn.certificate.float64 import recompute_exactly
 from hf_axonn.certificate.job import Job
 from hf_axonn.certificate.loaders import NOT_PREPARED, LoaderPatches
-from hf_axonn.certificate.loading import EXACT, dividing_options
+from hf_axonn.certificate.loading import EXACT, dividing_options, save_adapters
 from hf_axonn.certificate.recording import Recorder, norm_of
 from hf_axonn.certificate.shrinking import shrink
 from hf_axonn.compat.accelerate import allow_sharding_on_cpus, prepared_models
@@ -132,8 +132,11 @@ class ScriptRun:
         if not prepared_models(accelerator):
             raise ValueError("the script prepares no model with Accelerator.prepare.")
         if not self.started:
-            recompute_exactly(self._unwrap(accelerator))
-            self.recorder.start(self._unwrap(accelerator))
+            model = self._unwrap(accelerator)
+            recompute_exactly(model)
+            self.recorder.start(model)
+            if not self.parallel:
+                save_adapters(model, self.recorder.folder)
             self.started = True
         self.written = False
         loader = GradientState().active_dataloader

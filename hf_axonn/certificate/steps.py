@@ -51,7 +51,7 @@ class Steps:
 
     def __init__(self, job: Job, runs: Runs, path: str) -> None:
         self.job, self.runs, self.path = job, runs, path
-        self.model = script_model(runs.one.facts["models"][0]) if job.script else load_model(job, parallel=False)
+        self.model = script_model(runs.one) if job.script else load_model(job, parallel=False)
         self.collate = pack if job.packing else collate
         self._rows = [] if job.script else job.rows
         encodes = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)

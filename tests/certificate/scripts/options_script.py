@@ -86,6 +86,20 @@ def build_model():
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[2]))
 
 
+def freeze_embeddings():
+    """Build a model of which a part is not trained."""
+    model = build_model()
+    model.get_input_embeddings().requires_grad_(False)
+    return model
+
+
+def add_adapters():
+    """Build a model with LoRA beside it, and dropout."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(build_model(), LoraConfig(r=4, lora_dropout=0.1, target_modules=["c_attn"]))
+
+
 def load_model():
     """Load the model: over the grid of the launch file, if there is one."""
     if AxonnConfig.from_env() is not None:
@@ -206,6 +220,8 @@ WAYS = {
     "loss.backward": lambda: loop(Accelerator(), loader(rows()), bare=True),
     "clipping by torch": lambda: loop(Accelerator(), loader(rows()), clip="torch"),
     "hf_axonn.from_pretrained": lambda: loop(Accelerator(), loader(rows()), make=load_model),
+    "frozen embeddings": lambda: loop(Accelerator(), loader(rows()), make=freeze_embeddings),
+    "LoRA of its own": lambda: loop(Accelerator(), loader(rows()), make=add_adapters),
     "a scheduler of its own": lambda: loop(Accelerator(), loader(rows()), schedule="bare"),
     "a schedule times num_processes": lambda: loop(Accelerator(), loader(rows()), schedule="of processes"),
     "step_scheduler_with_optimizer off": lambda: loop(
