@@ -27,6 +27,7 @@ from hf_axonn.certificate.worker import ALONE, TOGETHER
 
 
 BOUND = 1e-10
+RATE = "logged learning_rate"
 NEAR = 1e-6  # of the largest logit: nearer than this, rounding decides which of two tokens is the likelier
 # In the order in which one thing follows from another.
 KINDS = "samples start loss gradient norm parameter copy logged evaluation logits saved".split()

@@ -14,6 +14,7 @@ import torch
 
 from hf_axonn.certificate.compare import (
     BOUND,
+    RATE,
     CaseResult,
     Error,
     Runs,
@@ -42,6 +43,7 @@ from hf_axonn.certificate.job import WITNESS, Job
 from hf_axonn.certificate.loading import load_saved
 from hf_axonn.certificate.mixture import describe_mixtures, describe_rounding, find_mixture, find_other_losses
 from hf_axonn.certificate.recording import Record
+from hf_axonn.certificate.rounding import Step
 from hf_axonn.certificate.shards import assemble
 from hf_axonn.certificate.steps import Steps
 
@@ -118,12 +120,28 @@ class Explainer:
     def _find_more(self, begin: int) -> str:
         """Find what is wrong besides gradients that differ as documented: from there on no step is that of one
         process."""
-        problem = self.replay(begin) or self._find_drift(begin)
+        problem = self._find_norm(begin) or self._find_rate() or self.replay(begin) or self._find_drift(begin)
         if not problem and self.runs.one.evaluation and self.steps.find_evaluation(self.result.groups) == "other":
             problem = "the evaluation loss is not that of the run's own parameters"
         if not problem and "saved" in self.result.worst and not self.result.worst["saved"].size <= BOUND:
             problem = self._explain_saved()
         return problem
+
+    def _find_norm(self, begin: int) -> str:
+        """Find a norm that is not that of the run's gradients, where one process has that of its own."""
+        for step in range(begin, self.job.steps + 1):
+            norms = [norm_at(record, step - 1) for record in (self.runs.one, *self.runs.many)]
+            gradients = [[self.runs.one.gradients(step)], [record.gradients(step) for record in self.runs.many]]
+            one, many = (Step(0.0, assemble(ranks)).norm for ranks in gradients)
+            for rank, norm in enumerate(norms[1:] if self.job.norms and close(norms[0], one) else ()):
+                if not close(norm, many):
+                    factor = name_factor(norm / many, self.factors)
+                    return f"the norm of rank {rank} in step {step} is that of the gradients times {factor}"
+        return ""
+
+    def _find_rate(self) -> str:
+        wrong = (error for _, error in self.result.errors if error.name == RATE and error.wrong)
+        return next((f"step {each.step} of rank {each.rank} has another learning rate" for each in wrong), "")
 
     def _find_drift(self, begin: int) -> str:
         """Find a rank whose parameters are not those of its copies, or of the run that it goes on from."""

@@ -17,6 +17,7 @@ import torch
 
 from hf_axonn.certificate.compare import (
     KINDS,
+    RATE,
     CaseResult,
     Error,
     Runs,
@@ -60,8 +61,7 @@ from hf_axonn.certificate.steps import Steps, average_step, put, weigh_inputs
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-KEPT = ("samples", "start", "copy", "saved")  # exact in any dtype
-RATE = "logged learning_rate"  # too
+KEPT = ("samples", "start", "copy", "saved")  # exact in any dtype, as RATE is
 NEAR = 3.0  # how many times the rounding of all gradients a cause may leave
 DRIFT = 1e-3  # relative; of a step beside the run's own gradients, from the rounding of parameters
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]

@@ -14,6 +14,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -219,6 +220,18 @@ def rounded_average() -> None:
     DistributedDataParallel.__init__ = make
 
 
+def norm_of_some_gradients() -> None:
+    """Gradients are clipped by the norm of every second one."""
+    stock = Accelerator.clip_grad_norm_
+    Accelerator.clip_grad_norm_ = lambda self, parameters, *args: stock(self, [*parameters][::2], *args)
+
+
+def schedule_that_moves_twice() -> None:
+    """A schedule moves on twice in a step."""
+    stock = AcceleratedScheduler.step
+    AcceleratedScheduler.step = lambda self, *args, **options: [stock(self, *args, **options) for _ in range(2)]
+
+
 def other_rate_of_a_rank() -> None:
     """Rank 1 steps with twice the learning rate."""
     stock = torch.optim.SGD.step
@@ -404,6 +417,8 @@ ERRORS = {
         scaled_gradient,
         clipped_before_averaging,
         rounded_average,
+        norm_of_some_gradients,
+        schedule_that_moves_twice,
         other_rate_of_a_rank,
         step_left_out,
         other_weights_of_a_rank,
