@@ -6,7 +6,9 @@ averages that follow from them are tried (hypotheses.py), then any other weights
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -179,6 +181,8 @@ class Explainer:
             if len(groups) < self.job.positions:
                 return Cause(self._describe_samples(step))
             return Cause(self._explain_others(ranks, positions, right, missing, step))
+        if best.name != OWN and best.is_scaled() and close(best.ratio, self._find_scale(best.name, step)):
+            best = replace(best, ratio=1.0)
         text = best.describe(TOKENS, self.factors)
         if best.is_scaled() or best.name == OWN:
             return Cause(text)
@@ -187,6 +191,13 @@ class Explainer:
         if not text:
             return Cause(REPEATED, True) if filled else Cause(samples, not samples)
         return Cause("; ".join(filter(None, (text, samples))), best.name in self.steps.documented and not samples)
+
+    def _find_scale(self, mean: str, step: int) -> float:
+        """Return the number by which a script multiplies a mean on one process, too; NaN where it is none."""
+        one = self.runs.one
+        batches = self.steps.compute(assemble([one.parameters(step - 1)]), [self.steps.inputs(one, step)])
+        fit = fit_multiple(mean, [one.gradients(step)], average(batches, mean), largest_error)
+        return fit.ratio if fit.left <= FITS else math.nan
 
     def _explain_others(self, ranks: Ranks, positions: Positions, right: Tensors, missing: set[str], step: int) -> str:
         """Explain gradients that are no multiple of an average that is known."""

@@ -124,6 +124,7 @@ RIGHT = (
     of_script("loss.backward"),
     of_script("loss.backward", over(z=2)),
     of_script("clipping by torch"),
+    of_script("accumulation by hand"),
     of_script("frozen embeddings"),
     of_script("LoRA of its own"),
     of_script("a scheduler of its own"),

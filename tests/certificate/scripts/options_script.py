@@ -100,6 +100,21 @@ def add_adapters():
     return get_peft_model(build_model(), LoraConfig(r=4, lora_dropout=0.1, target_modules=["c_attn"]))
 
 
+def bare_loop(*, every: int = 1, labels: bool = True) -> None:
+    """A loop that steps after some batches, whose losses it divides by nothing, perhaps with ids for labels."""
+    accelerator = Accelerator()
+    model = build_model()
+    model, optimizer, batches = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters()), loader(rows(labels=labels))
+    )
+    for number, batch in enumerate(batches, start=1):
+        given = batch if labels else {"attention_mask": batch["attention_mask"], "labels": batch["input_ids"]}
+        accelerator.backward(model(**{"input_ids": batch["input_ids"], **given}).loss)
+        if number % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def load_model():
     """Load the model: over the grid of the launch file, if there is one."""
     if AxonnConfig.from_env() is not None:
@@ -220,6 +235,8 @@ WAYS = {
     "loss.backward": lambda: loop(Accelerator(), loader(rows()), bare=True),
     "clipping by torch": lambda: loop(Accelerator(), loader(rows()), clip="torch"),
     "hf_axonn.from_pretrained": lambda: loop(Accelerator(), loader(rows()), make=load_model),
+    "accumulation by hand": lambda: bare_loop(every=2),
+    "ids for labels": lambda: bare_loop(labels=False),
     "frozen embeddings": lambda: loop(Accelerator(), loader(rows()), make=freeze_embeddings),
     "LoRA of its own": lambda: loop(Accelerator(), loader(rows()), make=add_adapters),
     "a scheduler of its own": lambda: loop(Accelerator(), loader(rows()), schedule="bare"),
