@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -113,6 +114,13 @@ class ModelPatches(Patches):
     def resize_token_embeddings(self, _stock: Stock, model: Any, *_: Any, **__: Any) -> Any:
         """Leave the embeddings as they are."""
         return model.get_input_embeddings()
+
+    @patch(PreTrainedModel, name="__call__")
+    def call(self, stock: Stock, model: Any, *args: Any, **options: Any) -> Any:
+        """Note the labels of training, which a batch may not have; models inside of one are called without."""
+        if options.get("labels") is not None and torch.is_grad_enabled():
+            self.run.labels = options["labels"]
+        return stock(model, *args, **options)
 
     @patch(nn.Dropout)
     def forward(self, _stock: Stock, _module: Any, values: Any) -> Any:

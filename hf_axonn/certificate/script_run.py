@@ -54,6 +54,7 @@ class ScriptRun:
         accelerator: the script's last one; started, written: whether a backward pass was begun, and whether the
             gradients of this step were noted.
         trainer: the script's, if it has one.
+        labels: with which a model was called since the last backward pass.
         norms, logged: for each step, the one that is being made too; counted: for each micro-batch.
     """
 
@@ -65,6 +66,7 @@ class ScriptRun:
         self.accelerator: Accelerator | None = None
         self.started = self.written = False
         self.trainer: Trainer | None = None
+        self.labels: Tensor | None = None
         self.norms: list[float | None] = [None]
         self.logged: list[dict[str, float]] = []
         self.counted: list[int | None] = []
@@ -141,7 +143,11 @@ class ScriptRun:
         self.written = False
         loader = GradientState().active_dataloader
         waiting = self.loading.seen.get(NOT_PREPARED if loader is None else id(loader), [])
-        self.recorder.batch(waiting.pop(0) if waiting else {}, loss.detach())
+        batch = waiting.pop(0) if waiting else {}
+        if self.labels is not None and batch.get("labels") is None:
+            batch = {**batch, "labels": self.labels}
+        self.labels = None
+        self.recorder.batch(batch, loss.detach())
 
     def _unwrap(self, accelerator: Accelerator) -> nn.Module:
         """Return the model without wrappers; of several, the first one that is trained."""

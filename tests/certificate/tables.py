@@ -125,6 +125,7 @@ RIGHT = (
     of_script("loss.backward", over(z=2)),
     of_script("clipping by torch"),
     of_script("accumulation by hand"),
+    of_script("ids for labels"),
     of_script("frozen embeddings"),
     of_script("LoRA of its own"),
     of_script("a scheduler of its own"),
