@@ -34,6 +34,7 @@ REFUSED = ("inputs_embeds", "past_key_values", "output_hidden_states", "output_a
 
 def install_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
     """Let a model's forward pass go through all of its stages. The last patch of its forward."""
+    patch_forward(pipeline.stages.decoder, functools.partial(_decoder, pipeline))
     signature = inspect.signature(model.forward)
 
     def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -51,6 +52,15 @@ def install_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
     patch_forward(model, forward)
     if hasattr(model, "generate"):
         vars(model)["generate"] = _refuse_generate
+
+
+def _decoder(pipeline: Pipeline, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if pipeline.state.context.stage is None:
+        raise ValueError(
+            "a decoder was called without its model, but over a grid with pipe this rank has the layers of its own "
+            "stages only: call the model, whose logits all ranks get, or use a grid without pipe."
+        )
+    return original(*args, **kwargs)
 
 
 def _warn_of_routers(pipeline: Pipeline) -> None:

@@ -260,10 +260,9 @@ def _keep_ends(
         if last if ends else first:
             continue
         if isinstance(module, nn.Embedding):
-            shared = cast(nn.Parameter, module.weight) if tied and last and module is embedding else None
-            stand_in = ElsewhereEmbedding(module.embedding_dim, module.weight.dtype, shared)
-            model.set_submodule(names[module], stand_in)
+            shared = tied and last and module is embedding
+            model.set_submodule(names[module], ElsewhereEmbedding(module, shared=shared))
         else:
             model.set_submodule(names[module], ElsewhereLayer(module))
     if head is not None and not last:
-        model.set_submodule(names[head], ElsewhereHead(head.weight.shape[0]))
+        model.set_submodule(names[head], ElsewhereHead(head))

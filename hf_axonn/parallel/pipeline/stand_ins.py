@@ -15,7 +15,7 @@ from __future__ import annotations
 import dis
 import inspect
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,22 +32,39 @@ def zeros(*shape: int, like: Tensor) -> Tensor:
     return like.new_zeros(()).expand(shape)
 
 
+class Outline:
+    """Shape and dtype of a weight of another stage, for scripts that look at these. No tensor of the meta device:
+    torch multiplies a matrix on a CPU by one to arbitrary numbers."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.shape, self.dtype = weight.shape, weight.dtype
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"{name} of a weight of shape {list(self.shape)}, which over a grid with pipe another rank has: call the "
+            "model, or use a grid without pipe."
+        )
+
+
 class ElsewhereEmbedding(nn.Module):
     """An embedding of another stage. Ids [B, S] -> zeros [B, S, H].
 
     Args:
-        size: H.
-        dtype: of the embedding.
-        weight: the parameter, where the head of this stage has it too.
+        original: the embedding.
+        shared: whether the head of this stage has its weight, too.
     """
 
     elsewhere = True  # so that it, and its weight, is not taken for a module of this stage
 
-    def __init__(self, size: int, dtype: torch.dtype, weight: nn.Parameter | None = None) -> None:
+    def __init__(self, original: nn.Embedding, *, shared: bool = False) -> None:
         super().__init__()
-        self.embedding_dim = size
-        self.dtype = dtype
-        self.weight = weight  # under its name, so that it is saved and loaded as in the whole model
+        self.num_embeddings, self.embedding_dim = original.num_embeddings, original.embedding_dim
+        self.dtype = original.weight.dtype
+        # A parameter under its name, so that it is saved and loaded as in the whole model.
+        self.weight: Tensor | Outline = original.weight if shared else Outline(original.weight)
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         like = torch.empty((), dtype=self.dtype, device=ids.device)
@@ -65,7 +82,7 @@ class ElsewhereWrapper(nn.Module):
         self.base_layer = base_layer
 
     @property
-    def weight(self) -> nn.Parameter | None:
+    def weight(self) -> Tensor | Outline:
         return self.base_layer.weight
 
     def get_base_layer(self) -> ElsewhereEmbedding:
@@ -144,9 +161,10 @@ class ElsewhereHead(nn.Module):
 
     elsewhere = True
 
-    def __init__(self, out_features: int) -> None:
+    def __init__(self, original: nn.Linear) -> None:
         super().__init__()
-        self.out_features = out_features
+        self.out_features, self.in_features = original.weight.shape
+        self.weight = Outline(original.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return zeros(*hidden.shape[:-1], 1, like=hidden)

@@ -49,7 +49,13 @@ def _refusals() -> dict[str, str]:
     found["label"] = refused(model, **{**batch, "labels": batch["labels"] + 200})
     found["generate"] = refused(model.generate, batch["input_ids"])
     found["measured"] = refused(WorkSplit.for_model, model)
+    found["decoder"] = refused(model.model, batch["input_ids"])
     found["hidden"] = refused(model, **batch, output_hidden_states=True)
+    # What scripts ask of a vocabulary, each rank for itself.
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert embedding.weight.shape == head.weight.shape == (embedding.num_embeddings, head.in_features) == (131, 48)
+    assert model.resize_token_embeddings(131) is embedding
+    found["resize"] = refused(model.resize_token_embeddings, 140)
     found["embeds"] = refused(model, inputs_embeds=torch.zeros(4, 7, 48), labels=batch["labels"])
     loss = model(**batch).loss
     loss.backward(retain_graph=True)
@@ -80,7 +86,9 @@ def test_refusals() -> None:
         "label": "outside of the vocabulary of 131",
         "generate": "Write the model with save_pretrained",
         "measured": "can be measured on one process or on any grid without pipe",
+        "decoder": "a decoder was called without its model",
         "hidden": "output_hidden_states is not possible over a grid with pipe",
+        "resize": "resize_token_embeddings from 131 to 140: the vocabulary of this model is sharded already",
         "embeds": "inputs_embeds is not possible over a grid with pipe",
     }
     for name, text in wanted.items():
