@@ -20,7 +20,7 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.layers.base import patch_forward
-from hf_axonn.layers.vocabulary import check_vocabulary
+from hf_axonn.layers.vocabulary import DeferredLogits, check_vocabulary
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, kept_labels
 from hf_axonn.losses.router_aux import check_routers
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
@@ -30,6 +30,21 @@ from hf_axonn.parallel.pipeline.pipeline import Pipeline
 logger = get_logger(__name__)
 ROUNDS = 4  # micro-batches for each stage, from which on a fifth of a step or less is waiting
 REFUSED = ("inputs_embeds", "past_key_values", "output_hidden_states", "output_attentions")
+
+
+class NoLogits(DeferredLogits):
+    """Logits of a pass of a schedule, which its last stage alone forms, chunk by chunk: any use is refused."""
+
+    dtype = torch.float32  # accelerate looks for halves in outputs
+
+    def __init__(self) -> None:
+        pass
+
+    def full(self) -> Tensor:
+        raise ValueError(
+            "in training with labels, a grid with pipe returns the loss alone: to use the logits, call the model "
+            "without labels, and compute the loss from its logits."
+        )
 
 
 def install_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
@@ -151,7 +166,7 @@ def _run_schedule(
         losses, gradients = pipeline.train(calls, size, seq)
     loss = gradients.loss(losses.sum())
     watch_backward(model, pipeline.state, loss)
-    return CausalLMOutputWithPast(loss=loss)
+    return CausalLMOutputWithPast(loss=loss, logits=cast(Any, NoLogits()))
 
 
 def _fill_up(given: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:

@@ -57,7 +57,10 @@ def _refusals() -> dict[str, str]:
     assert model.resize_token_embeddings(131) is embedding
     found["resize"] = refused(model.resize_token_embeddings, 140)
     found["embeds"] = refused(model, inputs_embeds=torch.zeros(4, 7, 48), labels=batch["labels"])
-    loss = model(**batch).loss
+    output = model(**batch)
+    for name, use in {"logits": lambda: output.logits.log_softmax(-1), "argmax": lambda: output.logits[0]}.items():
+        found[name] = refused(use)
+    loss = output.loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()
@@ -89,6 +92,8 @@ def test_refusals() -> None:
         "decoder": "a decoder was called without its model",
         "hidden": "output_hidden_states is not possible over a grid with pipe",
         "resize": "resize_token_embeddings from 131 to 140: the vocabulary of this model is sharded already",
+        "logits": "call the model without labels",
+        "argmax": "call the model without labels",
         "embeds": "inputs_embeds is not possible over a grid with pipe",
     }
     for name, text in wanted.items():
