@@ -72,11 +72,8 @@ def iter_documents(
                 "--bucket_key, or give all documents one bucket with --bucket, and their places as ids with "
                 "--number_documents."
             )
-        document = {
-            **fixed,
-            **({"id": name} if id_key is None else {}),
-            **{field: row[names[field]] for field in order},
-        }
+        numbered = {"id": name} if id_key is None else {}
+        document: dict[str, Any] = {**fixed, **numbered, **{field: row[names[field]] for field in order}}
         if "input_ids" in names and (mask := row.get("attention_mask")) is not None:
             if len(mask) != len(row["input_ids"]):
                 raise ValueError(f"{place} has {len(row['input_ids'])} input_ids, but {len(mask)} in attention_mask.")

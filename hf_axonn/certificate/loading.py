@@ -69,8 +69,9 @@ def script_model(record: Record) -> nn.Module:
 
         config = PeftConfig.from_pretrained(str(record.folder / ADAPTERS))
         model = get_peft_model(model, config, autocast_adapter_dtype=False)
-        for dropout in filter(lambda module: isinstance(module, nn.Dropout), model.modules()):
-            dropout.p = 0.0
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
     return model
 
 
