@@ -32,6 +32,7 @@ from hf_axonn.parallel.parallelize import KERNELS, join_settings, parallelize
 from hf_axonn.topology.grid import Grid
 
 
+NO_LOADING_INFO = "a rank reads its slices alone, and weights that a checkpoint lacks are an error"
 _loading: ContextVar[bool] = ContextVar("loading", default=False)
 
 
@@ -79,10 +80,10 @@ def from_pretrained(
         The model, in eval mode as from_pretrained leaves it, on this rank's device.
     Raises:
         ValueError: there is no grid, or the launch file has another (`AxonnConfig.with_launch`); quantized weights
-            other than bitsandbytes' 4 bits, device_map, tp_plan, use_kernels or ignore_mismatched_sizes among the
-            arguments, an incomplete sharded checkpoint, weights that the checkpoint lacks (they would be filled with
-            numbers that differ from rank to rank) or has in another size; on every rank, if one of them cannot read
-            its slices.
+            other than bitsandbytes' 4 bits, device_map, tp_plan, use_kernels, output_loading_info or
+            ignore_mismatched_sizes among the arguments, or the config of a model; an incomplete sharded checkpoint,
+            weights that the checkpoint lacks (they would be filled with numbers that differ from rank to rank) or has
+            in another size; on every rank, if one of them cannot read its slices.
     Collectives: those of `parallelize` for a model on the meta device, and of `raise_on_all_ranks`; those of
         `verify_together` for a sharded checkpoint, and of `add_second_scales` in 4 bits.
     """
@@ -103,6 +104,8 @@ def load_shards(name_or_path: str, config: AxonnConfig, auto_class: type, kwargs
     refused = [key for key in ("device_map", "tp_plan", "tp_size") if kwargs.get(key) is not None]
     if refused:
         raise ValueError(f"{', '.join(refused)}: the grid decides where weights lie; omit {refused[0]}.")
+    if kwargs.get("output_loading_info"):
+        raise ValueError(f"output_loading_info: {NO_LOADING_INFO}; omit it.")
     _check_quantization(kwargs, grid)
     four_bit = getattr(kwargs.get("quantization_config"), "load_in_4bit", False)
     if four_bit and grid.size > 1 and is_sharded_checkpoint(place):

@@ -391,8 +391,14 @@ def join_settings(call: str, grid: Grid | None, config: AxonnConfig | None) -> A
     """The settings that a call with these arguments names, and those of the launch file.
 
     Raises:
-        ValueError: there is no grid, or two different ones.
+        ValueError: there is no grid, or two different ones; `config` is that of a model.
     """
+    if config is not None and not isinstance(config, AxonnConfig):
+        raise ValueError(
+            f"{call}(config=...) takes an AxonnConfig, the settings of the grid, and was given a "
+            f"{type(config).__name__}. What a model's config is to have in another way is a keyword of from_pretrained, "
+            "as in num_hidden_layers=2."
+        )
     if config is not None and grid not in (None, config.grid):
         raise ValueError(f"{call}() is given two grids: grid is {grid}, config.grid is {config.grid}. Omit grid.")
     return AxonnConfig.with_launch(config or (AxonnConfig(grid=grid) if grid is not None else None), call)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hf_axonn.compat.replaced import replace_attributes
 from hf_axonn.parallel.distributed_config import config_of_distributed
-from hf_axonn.parallel.from_pretrained import is_loading, load_shards
+from hf_axonn.parallel.from_pretrained import NO_LOADING_INFO, is_loading, load_shards
 from hf_axonn.parallel.parallelize import join_settings
 
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Arguments of Transformers' method that cannot be passed on, and why.
 REFUSED = {
     "state_dict": "weights that are in memory are whole on every rank",
-    "output_loading_info": "a rank reads its slices alone, and weights that a checkpoint lacks are an error",
+    "output_loading_info": NO_LOADING_INFO,
 }
 _hook = contextlib.ExitStack()
 

@@ -23,6 +23,7 @@ from transformers import (
     GgufConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3Config,
     Qwen3ForCausalLM,
     core_model_loading,
     modeling_utils,
@@ -171,9 +172,11 @@ def test_a_rank_reads_only_what_it_holds(folder):
 
 def _refusals(folder: Path) -> None:
     grid = Grid(x=2)
-    for name, value in {"device_map": "auto", "tp_plan": "auto"}.items():
+    for name, value in {"device_map": "auto", "tp_plan": "auto", "output_loading_info": True}.items():
         with pytest.raises(ValueError, match=name):
             from_pretrained(folder / "qwen3", grid=grid, **{name: value})
+    with pytest.raises(ValueError, match=r"from_pretrained\(config=.* takes an AxonnConfig, .* given a Qwen3Config"):
+        from_pretrained(folder / "qwen3", config=Qwen3Config())
     with pytest.raises(ValueError, match="quantized weights cannot be sharded, but for bitsandbytes' 4 bits"):
         from_pretrained(folder / "qwen3", grid=grid, quantization_config=GgufConfig())
     with pytest.raises(ValueError, match="has no weights for 1 parameters, among them lm_head.weight"):
