@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -82,10 +85,13 @@ def is_sharded(state_dict: dict[str, Tensor]) -> bool:
 
 
 def install_save_pretrained(model: nn.Module) -> None:
-    """Let `model.save_pretrained` of a sharded Transformers model write what it writes on one process."""
+    """Let `model.save_pretrained` of a sharded Transformers model write what it writes on one process, and its
+    `push_to_hub` upload that once."""
     original = getattr(model, "save_pretrained", None)
     if callable(original):
         vars(model)["save_pretrained"] = functools.partial(_save_pretrained, model, original)
+    if callable(push := getattr(model, "push_to_hub", None)):
+        vars(model)["push_to_hub"] = functools.partial(push_to_hub, model, push)
 
 
 def _save_pretrained(
@@ -122,3 +128,30 @@ def _save_pretrained(
                 own = {(quantizer, "get_state_dict_and_metadata"): lambda *_: (state_dict, {})}
             with replace_attributes(own):
                 original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+
+
+def push_to_hub(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Upload what `model.save_pretrained` writes, on rank 0; the others return None. Every rank must call it.
+
+    Args:
+        model: sharded, or PEFT's around one.
+        original: Transformers' method, which every rank would run for itself.
+    Raises:
+        ValueError: rank 0 cannot write or upload; on every rank.
+    Collectives: those of `model.save_pretrained`, and of `raise_on_all_ranks`; none on a grid of data alone, where
+        each rank uploads, as in Transformers.
+    """
+    state = parallel_state(model)
+    if state is None or state.grid.size == state.grid.data:
+        return original(*args, **kwargs)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, **{key: kwargs[key] for key in ("max_shard_size",) if key in kwargs})
+
+        def move(target: str, **_: Any) -> None:
+            for name in os.listdir(folder):
+                shutil.move(os.path.join(folder, name), target)
+
+        with raise_on_all_ranks(state.grid_mesh.device):
+            if world_rank() == 0:
+                with replace_attributes({(model, "save_pretrained"): move}):
+                    return original(*args, **kwargs)

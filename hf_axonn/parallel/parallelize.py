@@ -396,8 +396,8 @@ def join_settings(call: str, grid: Grid | None, config: AxonnConfig | None) -> A
     if config is not None and not isinstance(config, AxonnConfig):
         raise ValueError(
             f"{call}(config=...) takes an AxonnConfig, the settings of the grid, and was given a "
-            f"{type(config).__name__}. What a model's config is to have in another way is a keyword of from_pretrained, "
-            "as in num_hidden_layers=2."
+            f"{type(config).__name__}. What is to be changed in the config of a model is a keyword of "
+            "from_pretrained, as in num_hidden_layers=2."
         )
     if config is not None and grid not in (None, config.grid):
         raise ValueError(f"{call}() is given two grids: grid is {grid}, config.grid is {config.grid}. Omit grid.")

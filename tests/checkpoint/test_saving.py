@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -357,6 +358,41 @@ def test_a_read_only_directory_is_an_error_on_all(tmp_path):
     finally:
         folder.chmod(0o755)
         folder.rmdir()
+
+
+class Uploads(list):
+    """The names of the files that this rank uploads, and of nothing else of the hub."""
+
+    def create_repo(self, name: str, **_) -> SimpleNamespace:
+        return SimpleNamespace(repo_id=name)
+
+    def upload(self, folder: str, *_, **__) -> None:
+        self.append(sorted(os.listdir(folder)))
+
+
+def pushed() -> Uploads:
+    model, _ = filled(NEW)
+    found = Uploads()
+    card = mock.Mock(save=lambda path: Path(path).touch())
+    hub = dict(hf_api=lambda: found, create_and_tag_model_card=lambda *_, **__: card)
+    with mock.patch.multiple("transformers.utils.hub", **hub):
+        for each in (model, get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))):
+            each._upload_modified_files = found.upload
+            each.push_to_hub("someone/name")
+            found.create_repo = mock.Mock(side_effect=OSError("no connection"))
+            with pytest.raises(ValueError, match="^rank 0: OSError: no connection"):
+                each.push_to_hub("someone/name")
+            del found.create_repo
+    return found
+
+
+def test_what_is_pushed_is_pushed_once():
+    first, second = run_ranks(pushed, 2)
+    assert first == [
+        ["README.md", "config.json", "generation_config.json", "model.safetensors"],
+        ["README.md", "adapter_config.json", "adapter_model.safetensors"],
+    ]
+    assert not second
 
 
 def unseen(directory: Path) -> None:

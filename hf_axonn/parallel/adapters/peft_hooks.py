@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_axonn.checkpoint.adapter_files import full_tensors
+from hf_axonn.checkpoint.full_state import push_to_hub
 from hf_axonn.compat.peft import HOTSWAP, SWAPPING, after_peft, let_load_state_dict_shard, sized_by_full_weights
 from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.replaced import around_method, replace_attributes
@@ -50,7 +51,7 @@ def _install() -> None:
     from peft.peft_model import PeftModel  # `peft` itself may be in the middle of its import
     from peft.tuners.tuners_utils import BaseTuner
 
-    of_model = (add_adapter, save_pretrained, get_nb_trainable_parameters)
+    of_model = (add_adapter, save_pretrained, push_to_hub, get_nb_trainable_parameters)
     wrappers = ((BaseTuner, inject_adapter), *((PeftModel, wrapper) for wrapper in of_model))
     originals = [(owner, wrapper, getattr(owner, wrapper.__name__)) for owner, wrapper in wrappers]
     let_load_state_dict_shard()
