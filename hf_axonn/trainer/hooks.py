@@ -149,6 +149,7 @@ def _make_ready(self) -> None:
         "auto_find_batch_size": self.args.auto_find_batch_size,  # a rank without memory leaves others in a collective
         "fp16_full_eval": self.args.fp16_full_eval,
         "bf16_full_eval": self.args.bf16_full_eval,
+        "eval_use_gather_object": self.args.eval_use_gather_object,  # Trainer joins lists of rows, and loses some
         "save_on_each_node": self.args.save_on_each_node,  # a checkpoint is one directory that all nodes see
         "fsdp": bool(self.args.fsdp),
         "fsdp_config": bool(self.args.fsdp_config),

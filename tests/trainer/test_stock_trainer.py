@@ -447,6 +447,8 @@ def refused(folder: Path) -> str:
         stock_trainer(folder / "refused", Grid(z=2, context=2), neftune_noise_alpha=5.0)
     with pytest.raises(ValueError, match="save_on_each_node is not supported over a grid"):
         stock_trainer(folder / "refused", Grid(x=2), save_on_each_node=True)
+    with pytest.raises(ValueError, match="eval_use_gather_object is not supported over a grid"):
+        stock_trainer(folder / "refused", Grid(x=2), eval_use_gather_object=True)
     return str(problem.value)
 
 
