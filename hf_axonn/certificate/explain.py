@@ -122,7 +122,8 @@ class Explainer:
     def _find_more(self, begin: int) -> str:
         """Find what is wrong besides gradients that differ as documented: from there on no step is that of one
         process."""
-        problem = self._find_norm(begin) or self._find_rate() or self.replay(begin) or self._find_drift(begin)
+        problem = self._find_norm(begin) or self._find_rate() or self.replay(begin)
+        problem = problem or self._find_standstill(begin) or self._find_drift(begin)
         if not problem and self.runs.one.evaluation and self.steps.find_evaluation(self.result.groups) == "other":
             problem = "the evaluation loss is not that of the run's own parameters"
         if not problem and "saved" in self.result.worst and not self.result.worst["saved"].size <= BOUND:
@@ -144,6 +145,16 @@ class Explainer:
     def _find_rate(self) -> str:
         wrong = (error for _, error in self.result.errors if error.name == RATE and error.wrong)
         return next((f"step {each.step} of rank {each.rank} has another learning rate" for each in wrong), "")
+
+    def _find_standstill(self, begin: int) -> str:
+        for step in range(begin, self.job.steps + 1):
+            moves = []
+            for ranks in ([self.runs.one], self.runs.many):
+                before, after = (assemble(each.parameters(at) for each in ranks) for at in (step - 1, step))
+                moves.append(any(not torch.equal(before[name], after[name]) for name in after))
+            if moves == [True, False]:
+                return f"no rank makes step {step}"
+        return ""
 
     def _find_drift(self, begin: int) -> str:
         """Find a rank whose parameters are not those of its copies, or of the run that it goes on from."""

@@ -232,6 +232,11 @@ def schedule_that_moves_twice() -> None:
     AcceleratedScheduler.step = lambda self, *args, **options: [stock(self, *args, **options) for _ in range(2)]
 
 
+def optimizer_that_stands_still() -> None:
+    """Optimizers that Accelerate has prepared make no step."""
+    AcceleratedOptimizer.step = lambda self, *_: None
+
+
 def other_rate_of_a_rank() -> None:
     """Rank 1 steps with twice the learning rate."""
     stock = torch.optim.SGD.step
@@ -419,6 +424,7 @@ ERRORS = {
         rounded_average,
         norm_of_some_gradients,
         schedule_that_moves_twice,
+        optimizer_that_stands_still,
         other_rate_of_a_rank,
         step_left_out,
         other_weights_of_a_rank,

@@ -83,11 +83,16 @@ def test_means_of_means_do_not_hide_a_row_that_is_seen_twice(tmp_path, inputs):
 
 
 @pytest.mark.slow
-def test_means_of_means_do_not_hide_norms_and_schedules(tmp_path, inputs):
-    """What is clipped, and the rate of a step, are no matter of means."""
+def test_means_of_means_do_not_hide_what_is_made_of_gradients(tmp_path, inputs):
+    """What is clipped, the rate of a step, and whether there is one, are no matter of means."""
     plan = plan_of(tmp_path, 2)
     job = script_on_one_process(tmp_path / "alone", plan, *words_of(of_script("accumulation"), inputs))
-    for planted, said in (("norm_of_some_gradients", "the norm of rank 0"), ("schedule_that_moves_twice", "rate")):
+    named = {
+        "norm_of_some_gradients": "the norm of rank 0",
+        "schedule_that_moves_twice": "rate",
+        "optimizer_that_stands_still": "no rank makes step 2",  # the rate of the first one is 0
+    }
+    for planted, said in named.items():
         result = many_processes(job, tmp_path / planted, plan, planted)
         assert not result.documented and said in result.cause, (planted, result.first, result.cause)
 
