@@ -210,6 +210,7 @@ class ScriptRun:
             counted=self.counted,
             sums_tokens=bool(getattr(self.trainer, "model_accepts_loss_kwargs", False)),
             trainer=self.trainer is not None,
+            smoothing=0.0 if self.trainer is None else float(self.trainer.args.label_smoothing_factor),
             averages=self.trainer is None or bool(self.trainer.args.average_tokens_across_devices),
             models=self.models,
         )

@@ -60,7 +60,8 @@ class Steps:
         self.count = self._find_count()
         # Trainer smooths labels, a loop of Accelerate does not; replicas in another dtype do not know of it.
         smooths = path != "loop" and job.dtype == FLOAT64
-        self._smoothing = float(job.trainer.get("label_smoothing_factor") or 0.0) if smooths else 0.0
+        smoothing = runs.one.facts["smoothing"] if job.script else job.trainer.get("label_smoothing_factor")
+        self._smoothing = float(smoothing or 0.0) if smooths else 0.0
         self._decay = float(job.trainer.get("weight_decay", 0.0)) if path == "trainer" else 0.0
         unused: Any = None  # the method asks nothing of its Trainer
         self._decayed = set(Trainer.get_decay_parameter_names(unused, self.model) if self._decay else ())

@@ -140,6 +140,7 @@ RIGHT = (
     of_script("Trainer, masked and streamed", model="modernbert"),
     of_script("Trainer, BERT, means of ranks", model="bert"),
     of_script("Trainer, label_smoothing_factor"),
+    of_script("Trainer, label_smoothing_factor, end of the epoch"),
     of_script("Trainer, group_by_length"),
     of_script("Trainer, adafactor"),
     of_script("Trainer, compute_loss_func"),

@@ -271,6 +271,7 @@ WAYS = {
     ),
     "Trainer, split_batches": lambda: train(rows(), **SPLIT),
     "Trainer, label_smoothing_factor": lambda: train(rows(), label_smoothing_factor=0.1),
+    "Trainer, label_smoothing_factor, end of the epoch": lambda: train(rows()[:6], label_smoothing_factor=0.1),
     "Trainer, group_by_length": lambda: train(
         Dataset.from_list(rows()), train_sampling_strategy="group_by_length", gradient_accumulation_steps=2
     ),
