@@ -172,7 +172,7 @@ def _make_ready(self) -> None:
     trl.check_trainer(self, plugin.grid)
     if self.args.use_liger_kernel:
         liger.check(self.args, self.accelerator.state.dynamo_plugin.backend, self.model, plugin.grid)
-    self.accelerator.counts_processes = True  # it divides by `tp_size`
+    self.accelerator.counts_processes = True  # but for losses (`_count_dp_ranks`): it divides by `tp_size`
     if self.model is not None:
         shard_plain_model(self.model, plugin, self.args.device)
 
@@ -239,6 +239,13 @@ def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
     return original(*args, **kwargs)
 
 
+def _count_dp_ranks(self) -> contextlib.AbstractContextManager[None]:
+    """Let `accelerator.num_processes` be what Trainer multiplies a loss by, as code of one's own does, too, in a
+    `compute_loss` or a `compute_loss_func`."""
+    counted = {(self, "get_tp_size"): lambda: 1, (self.accelerator, "counts_processes"): False}
+    return replace_attributes(counted if _plugin(self) is not None else {})
+
+
 def compute_loss(self, original: Callable, model: nn.Module, *args, **kwargs):
     """Divide a loss by the items of this (data, z), and take no share, without `average_tokens_across_devices`."""
     state = parallel_state(model)
@@ -264,6 +271,7 @@ def prediction_step(
     state = parallel_state(model)
     loss = getattr(without_peft(self.accelerator.unwrap_model(model)), "loss_function", None)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_count_dp_ranks(self))
         if prediction_loss_only and isinstance(loss, ShardedCausalLMLoss):
             stack.enter_context(loss.alone())
         found, *others = original(model, inputs, prediction_loss_only, ignore_keys)
@@ -289,7 +297,7 @@ def training_step(self, original: Callable, *args, **kwargs):
     """Note the step, which a resumed run does not count from one."""
     PROGRESS.done = self.state.global_step
     state = parallel_state(self.model)
-    with contextlib.nullcontext() if state is None else state.context.run_by_trainer():
+    with contextlib.nullcontext() if state is None else state.context.run_by_trainer(), _count_dp_ranks(self):
         loss = original(*args, **kwargs)
     return whole(loss)  # a penalty may have made it a DTensor, which Trainer adds in place
 

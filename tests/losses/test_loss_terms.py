@@ -163,6 +163,35 @@ def test_two_ranks_equal_one_process(tmp_path) -> None:
     check(tmp_path, cases)
 
 
+class Multiplies(Trainer):
+    """Multiplies by the number of processes itself, as Trainer did in earlier releases."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        output = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss = output.loss * self.accelerator.num_processes
+        return (loss, output) if return_outputs else loss
+
+
+def _losses_multiplied(folder: Path, grid: Grid) -> None:
+    trainer = make(folder, "rows", grid)
+    trainer.accelerator.prepare(trainer.model)
+    trainer.current_gradient_accumulation_steps = 1
+    (batch,) = trainer.get_train_dataloader()
+    items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+
+    def losses() -> list[float]:
+        return [trainer.evaluate()["eval_loss"], float(trainer.training_step(trainer.model, dict(batch), items))]
+
+    own = losses()
+    trainer.__class__ = Multiplies
+    assert losses() == own
+    assert trainer.accelerator.num_processes == 2  # outside, for Trainer, which divides itself
+
+
+def test_num_processes_is_what_trainer_multiplies_a_loss_by(tmp_path) -> None:
+    run_ranks(_losses_multiplied, 2, tmp_path, Grid(x=2))
+
+
 @pytest.mark.slow
 def test_other_grids_of_two_ranks_equal_one_process(tmp_path) -> None:
     cases = [(grid, "routers", ()) for grid in OTHERS]
