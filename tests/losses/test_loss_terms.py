@@ -180,7 +180,8 @@ def _losses_multiplied(folder: Path, grid: Grid) -> None:
     items = trainer._get_num_items_in_batch([batch], trainer.args.device)
 
     def losses() -> list[float]:
-        return [trainer.evaluate()["eval_loss"], float(trainer.training_step(trainer.model, dict(batch), items))]
+        evaluated, *_ = trainer.prediction_step(trainer.model, dict(batch), True)
+        return [float(evaluated), float(trainer.training_step(trainer.model, dict(batch), items))]
 
     own = losses()
     trainer.__class__ = Multiplies
