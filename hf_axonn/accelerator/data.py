@@ -21,8 +21,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from hf_axonn.accelerator.dispatching import dispatching_loader
 from hf_axonn.accelerator.shuffling import SampleOrder
-from hf_axonn.compat.accelerate import is_prepared, prepared_loaders, prepared_models
+from hf_axonn.compat.accelerate import is_prepared, keep_place, prepared_loaders, prepared_models
 from hf_axonn.compat.replaced import replace_attributes
+from hf_axonn.distributed.collectives import reduce_, world_group
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, loader_facts
 from hf_axonn.distributed.mesh import ROWS, SAME_SAMPLES, GridMesh, grid_mesh
 from hf_axonn.engine.dtensors import whole
@@ -106,6 +107,7 @@ class DataMethods:
                 prepared = super().prepare_data_loader(
                     data_loader, device_placement=device_placement, slice_fn_for_dispatch=slice_fn_for_dispatch
                 )
+            keep_place(prepared)
             if not dispatch and generator is not None and self.axonn_mesh.size(*ROWS) == 1:
                 # Stock accelerate sees one process here, and nothing to synchronize.
                 prepared.synchronized_generator = generator
@@ -191,8 +193,8 @@ class DataMethods:
             ValueError: a sharded tensor, of which each rank holds another part.
         """
         recursively_apply(_refuse_shards, tensor)
-        if reduction == "max":
-            return super().reduce(tensor, reduction, scale)
+        if reduction == "max":  # accelerate 1.12 would sum
+            return recursively_apply(lambda value: reduce_(value.clone(), world_group(), op="max"), tensor)
         if self._is_copy():
             tensor = recursively_apply(torch.zeros_like, tensor)
         total = super().reduce(tensor, "sum", scale)

@@ -252,7 +252,8 @@ def divide_plan(plan: LaunchPlan, given: Mapping[str, Any]) -> LaunchPlan:
         config = DistributedConfig(**given)
     except (TypeError, ValueError) as problem:
         raise ValueError(f"{what}: {problem}") from None
-    tensor, experts, positions = (int(size or 1) for size in (config.tp_size, config.ep_size, config.dp_size))
+    replicas = getattr(config, "dp_size", config.fsdp_size)  # which is all of them up to Transformers 5.22
+    tensor, experts, positions = (int(size or 1) for size in (config.tp_size, config.ep_size, replicas))
     if tensor * positions * int(config.pp_size or 1) != plan.ranks:
         raise ValueError(
             f"{what}: tp_size {tensor} x data parallelism of {positions} are not the {plan.ranks} processes of the "

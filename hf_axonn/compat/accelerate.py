@@ -86,7 +86,10 @@ def parallelism_in_use() -> tuple[Any, Any]:
 
 def check_arguments(check: Callable[[Any, dict[str, Any]], None]) -> None:
     """Have `check(accelerator, arguments)` look at each Accelerator of this process that is made from now on, once it
-    is made: what it does not use of its arguments is gone then."""
+    is made: what it does not use of its arguments is gone then.
+
+    One that names no parallelism is given that of the first: accelerate 1.12 fails without.
+    """
     from accelerate import Accelerator
 
     original = Accelerator.__init__
@@ -96,11 +99,22 @@ def check_arguments(check: Callable[[Any, dict[str, Any]], None]) -> None:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        check(self, signature.bind(self, *args, **kwargs).arguments)
+        given = signature.bind(self, *args, **kwargs).arguments
+        config, name = parallelism_in_use()[0], "parallelism_config"
+        original(self, *args, **kwargs, **({} if config is None or name in given else {name: config}))
+        check(self, given)
 
     __init__.checks_arguments = True  # type: ignore[attr-defined]
     Accelerator.__init__ = __init__
+
+
+def keep_place(loader: Any) -> None:
+    """Let a stateful loader of this rank's own batches say how many were read: accelerate 1.12 takes off one for each
+    other process, which is right of its dispatcher alone."""
+    from accelerate.data_loader import DataLoaderShard
+
+    if isinstance(loader, DataLoaderShard):
+        vars(loader)["adjust_state_dict_for_prefetch"] = lambda: None
 
 
 def ranks_sharing_samples() -> int:

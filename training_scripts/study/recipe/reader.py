@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hf_axonn import Grid
+from hf_axonn import GoldfishConfig, Grid
 from hf_axonn_scripts.study.recipe.checks import check_recipe
 from hf_axonn_scripts.study.recipe.definition import Model, Recipe, Run, Texts
 from hf_axonn_scripts.study.recipe.marked_yaml import Marked, check_keys, convert, fill, read_marked
@@ -36,6 +36,8 @@ def read_recipe(path: str | Path) -> Recipe:
     marked = read_marked(path)
     entries = dict(marked.mapping())
     check_keys(marked, [*(each.name for each in fields(Recipe) if each.name != "path"), "processes", "grid"])
+    for name in ("training", "base_training"):
+        _rename_as_installed(entries.get(name))
     shared: dict[str, Marked] = {name: entries.pop(name) for name in ("processes", "grid") if name in entries}
     models = _models(entries.pop("models", None), shared, marked)
     runs, run_places = _runs(entries.pop("runs", None))
@@ -55,6 +57,17 @@ def read_recipe(path: str | Path) -> Recipe:
     recipe = replace(recipe, texts=_beside(recipe.texts, path.parent))
     check_recipe(recipe, marked, run_places, base_places)
     return recipe
+
+
+def _rename_as_installed(arguments: Marked | None) -> None:
+    """Call the recomputation of activations what Transformers up to 5.22 calls it, where that is installed."""
+    new, old = "activation_checkpointing", "gradient_checkpointing"
+    if (
+        arguments is not None
+        and new in arguments.mapping()
+        and new not in {each.name for each in fields(GoldfishConfig)}
+    ):
+        arguments.value[old] = arguments.value.pop(new)
 
 
 def _beside(texts: Texts, folder: Path) -> Texts:
