@@ -71,10 +71,7 @@ def commit(stage: Path, directory: Path) -> None:
         sync_directory(directory.parent)
         return
     new = read_manifest(stage)
-    for name in sorted((_names_of_earlier(directory) | set(new.supersedes)) - set(new.files)):
-        _inner(directory, name).unlink(missing_ok=True)
-    (directory / MANIFEST).unlink(missing_ok=True)
-    sync_directory(directory)
+    _remove(directory, (_names_of_earlier(directory) | set(new.supersedes)) - set(new.files))
     for name in sorted(new.files):
         source, target = _inner(stage, name), _inner(directory, name)
         if os.path.lexists(source):
@@ -85,8 +82,18 @@ def commit(stage: Path, directory: Path) -> None:
     os.replace(stage / MANIFEST, directory / MANIFEST)
     sync_directory(directory)
     shutil.rmtree(stage, ignore_errors=True)
-    with contextlib.suppress(OSError):  # left empty by a save without an optimizer after one with it
-        (directory / OPTIMIZER).rmdir()
+
+
+def remove_sharded(directory: Path) -> None:
+    """Remove the sharded checkpoint that a directory may hold, with all files of its save, before one process writes
+    an ordinary model there: readers refuse one beside the other.
+
+    Raises:
+        OSError: a file cannot be removed.
+        ValueError: a symbolic link leads out of the directory.
+    """
+    if (directory / MANIFEST).is_file():
+        _remove(directory, _names_of_earlier(directory))
 
 
 def recover(directory: Path) -> bool:
@@ -109,6 +116,15 @@ def _names_of_earlier(directory: Path) -> set[str]:
     with contextlib.suppress(ValueError):
         names |= set(read_manifest(directory).files)
     return names
+
+
+def _remove(directory: Path, names: set[str]) -> None:
+    for name in sorted(names):
+        _inner(directory, name).unlink(missing_ok=True)
+    (directory / MANIFEST).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # may be empty now
+        (directory / OPTIMIZER).rmdir()
+    sync_directory(directory)
 
 
 def _inner(directory: Path, name: str) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hf_axonn.checkpoint.commit import recover
+from hf_axonn.checkpoint.commit import recover, remove_sharded
 from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, find_problems, read_manifest
 from hf_axonn.checkpoint.save import Save, SaveError, finish_saves
 from hf_axonn.checkpoint.sharded import add_model, begin_save
@@ -135,11 +135,14 @@ def rng_file(self) -> str:
 def _save(self, original: Callable, output_dir: str | None = None, state_dict: dict | None = None) -> None:
     """Write this rank's shards, and on rank 0 the tokenizer and the arguments, as the stock method does.
 
-    A Trainer with a method `save_training_record` (GoldfishMixin) writes that, too, with a plain model as well.
+    A Trainer with a method `save_training_record` (GoldfishMixin) writes that, too, with a plain model as well. A
+    plain model takes the place of a sharded checkpoint.
     """
     output_dir = output_dir if output_dir is not None else self.args.output_dir
     save_record = getattr(self, "save_training_record", None)
     if parallel_state(self.model) is None:
+        if self.args.should_save:
+            remove_sharded(Path(output_dir))
         original(output_dir, state_dict=state_dict)
         if save_record is not None and self.args.should_save:
             save_record(output_dir)

@@ -26,7 +26,16 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from hf_axonn import Grid, finish_saves, load_sharded, parallelize, save_sharded, sync_gradients
+from hf_axonn import (
+    GoldfishConfig,
+    GoldfishTrainer,
+    Grid,
+    finish_saves,
+    load_sharded,
+    parallelize,
+    save_sharded,
+    sync_gradients,
+)
 from hf_axonn.checkpoint import save as saving
 from hf_axonn.checkpoint import shard_files
 from hf_axonn.checkpoint.commit import recover
@@ -228,6 +237,20 @@ def test_an_interrupted_commit_is_finished_by_the_next_load(old, points_of, tmp_
     assert value_in(folder / "checkpoint-1") == NEW
     assert main(["verify", str(tmp_path / "again" / "checkpoint-1")]) == 1
     assert "interrupted at its last step" in capsys.readouterr().out
+
+
+def test_one_process_that_goes_on_there_leaves_nothing_of_it(old, tmp_path):
+    folder = Path(shutil.copytree(old / "checkpoint-1", tmp_path / "out"))
+    (folder / "kept.txt").touch()
+    shards = [path for path in folder.iterdir() if path.name not in ("kept.txt", "config.json")]
+    args = GoldfishConfig(output_dir=str(folder), use_cpu=True, report_to=[])
+    GoldfishTrainer(copy.deepcopy(MODEL), args).save_model()
+    assert len(shards) > 3 and not is_sharded_checkpoint(folder)
+    names = {path.name for path in folder.iterdir()}
+    assert names & {path.name for path in shards} <= {"generation_config.json"}
+    assert names >= {"kept.txt", "config.json", "model.safetensors"}
+    saved = load_file(folder / "model.safetensors")
+    assert torch.equal(saved["model.norm.weight"], MODEL.model.norm.weight)
 
 
 def load_values(directory: Path, value: float) -> None:
