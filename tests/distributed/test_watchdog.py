@@ -20,7 +20,7 @@ import torch.distributed as dist
 import hf_axonn
 from hf_axonn import Grid
 from hf_axonn.distributed.collectives import barrier
-from hf_axonn.distributed.watchdog.diagnosis import diagnose, ranks_in_words, who_works
+from hf_axonn.distributed.watchdog.diagnosis import diagnose, diagnose_early, ranks_in_words, who_works
 from hf_axonn.distributed.watchdog.progress import PROGRESS, WAITING, Account, waits_for_others
 from hf_axonn.distributed.watchdog.signals import Termination
 from hf_axonn.distributed.watchdog.watchdog import failures_reported, is_symptom
@@ -439,6 +439,22 @@ def test_ranks_that_all_wait_are_told_with_their_batches():
     text = _judge(_account(0), _account(1, batch="input_ids [2, 9]", stack=("b.py:2 in g: y()",)))
     assert "rank 0: input_ids [2, 8]; rank 1: input_ids [2, 9]" in text
     assert "rank 1: b.py:2 in g: y(), after all_gather" in text
+
+
+def test_ranks_in_one_call_of_which_some_wait_at_a_barrier_never_meet():
+    """As where a callback ends the training on one rank: both stand in `trainer.train()`."""
+    stacks = [
+        (f"/lib/{own}", f"/lib/{WAITING[0]}:3 in barrier: wait()")
+        for own in ("hub.py:1 in end: z()", "b.py:2 in f: y()")
+    ]
+    accounts = [
+        _account(rank, call="a.py:9 `train()`", stack=stack, patient=rank == 0) for rank, stack in enumerate(stacks)
+    ]
+    for text in (_judge(*accounts), diagnose_early(accounts, still=20.0)):
+        assert "all ranks have waited 27 s for each other in step 5" in text
+        assert "rank 0: a.py:9 `train()`, in /lib/hub.py:1 in end: z(), after all_gather\n" in text
+        assert "rank 1: a.py:9 `train()`, in /lib/b.py:2 in f: y(), after all_gather\nEvery rank" in text
+    assert diagnose_early([_account(rank, call="a.py:9 `train()`") for rank in range(2)], still=20.0) is None
 
 
 def test_ranks_in_words():

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from hf_axonn.distributed.watchdog.crashes import Crash
-from hf_axonn.distributed.watchdog.progress import Account
+from hf_axonn.distributed.watchdog.progress import Account, is_waiting_file
 
 
 REPORTED = 8  # ranks are named one by one, more are counted
@@ -121,9 +121,9 @@ def _step(accounts: Sequence[Account]) -> str:
 
 
 def _wait_apart(accounts: Sequence[Account]) -> bool:
-    """Return whether all ranks wait, and not in the same call of the user's program."""
-    calls = {each.call for each in accounts}
-    return all(each.waiting for each in accounts) and "" not in calls and len(calls) > 1
+    """Return whether all ranks wait, and not in the same call of the user's program, or some in a barrier alone."""
+    calls, patient = {each.call for each in accounts}, {each.patient for each in accounts}
+    return all(each.waiting for each in accounts) and ("" not in calls and len(calls) > 1 or len(patient) > 1)
 
 
 def _explain_crash(crashes: Mapping[int, Crash], places: Mapping[int, str], accounts: Sequence[Account]) -> str:
@@ -189,11 +189,19 @@ def _lines(accounts: Sequence[Account], crashes: Mapping[int, Crash] | None = No
     places: dict[str, list[int]] = {}
     for each in accounts:
         where = each.call or (each.stack[-1] if each.stack else "?")
+        if each.call and any(other.call == each.call and other.patient != each.patient for other in accounts):
+            where += f", in {_caller(each)}"
         places.setdefault(f"{where}{each.last and f', after {each.last}'}", []).append(each.rank)
     for rank, crash in sorted((crashes or {}).items()):
         where = crash.call or (crash.stack[-1] if crash.stack else "?")
         places.setdefault(where, []).append(rank)
     return "\n".join(f"    {ranks_in_words(ranks)}: {where}" for where, ranks in places.items())
+
+
+def _caller(account: Account) -> str:
+    """Return the frame of a rank that waits which has called what waits for others."""
+    outside = [line for line in account.stack if not is_waiting_file(line.partition(":")[0]) and "/torch/" not in line]
+    return (outside or account.stack)[-1]
 
 
 def _behind(accounts: Sequence[Account]) -> list[Account]:
