@@ -8,7 +8,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from packaging.version import Version
@@ -279,6 +279,13 @@ def never_compile_in_generate(model: Any) -> None:
     cache before the first pass, with the heads of the config."""
     model._valid_auto_compile_criteria = lambda *_: False
     model._get_static_cache_init_shape = lambda: None
+
+
+def reads_clock(criteria: Iterable[object] | None) -> bool:
+    """Return whether one of the stopping criteria that `generate` gets ends it by the time."""
+    from transformers import MaxTimeCriteria
+
+    return any(isinstance(each, MaxTimeCriteria) for each in criteria or ())
 
 
 def is_static_cache(implementation: str | None, cache: object) -> bool:

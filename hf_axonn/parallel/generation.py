@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_axonn.compat.transformers import is_static_cache, never_compile_in_generate
+from hf_axonn.compat.transformers import is_static_cache, never_compile_in_generate, reads_clock
 from hf_axonn.parallel.sharded_model import ShardedModel, sharded_model
 
 
@@ -47,7 +47,8 @@ def _generate(state: ShardedModel, model: Any, original: Callable, /, *args, **k
     for name, why in REFUSED.items():
         if value_of(name):
             raise ValueError(f"generate with {name} is not supported over the grid {state.grid}: {why}.")
-    if state.grid_mesh.size("x", "y") > 1 and value_of("max_time") is not None:
+    timed = value_of("max_time") is not None or reads_clock(kwargs.get("stopping_criteria"))
+    if state.grid_mesh.size("x", "y") > 1 and timed:
         raise ValueError(
             f"generate with max_time over the grid {state.grid}: each rank has a clock of its own, and one would stop "
             "while those that share its samples wait for it. Set max_new_tokens."

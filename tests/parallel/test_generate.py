@@ -11,7 +11,13 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import CompileConfig, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    CompileConfig,
+    GenerationConfig,
+    MaxTimeCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+)
 
 from hf_axonn import parallelize
 from hf_axonn.engine.gradient_sync import sync_gradients
@@ -276,6 +282,8 @@ def _without_cache(truth):
     for name, (value, message) in REFUSED.items():
         with pytest.raises(ValueError, match=message):
             write(model, ONE_PROMPT, generation_config=GenerationConfig(**{name: value}))
+    with pytest.raises(ValueError, match=REFUSED["max_time"][1]):
+        write(model, ONE_PROMPT, stopping_criteria=StoppingCriteriaList([MaxTimeCriteria(60.0)]))
 
 
 def test_without_cache_and_what_is_refused():
