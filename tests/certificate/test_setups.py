@@ -92,9 +92,9 @@ def test_means_of_means_do_not_hide_what_is_made_of_gradients(tmp_path, inputs):
         "schedule_that_moves_twice": "rate",
         "optimizer_that_stands_still": "no rank makes step 2",  # the rate of the first one is 0
     }
-    for planted, said in named.items():
+    for planted, reason in named.items():
         result = many_processes(job, tmp_path / planted, plan, planted)
-        assert not result.documented and said in result.cause, (planted, result.first, result.cause)
+        assert not result.documented and reason in result.cause, (planted, result.first, result.cause)
 
 
 @pytest.mark.slow
