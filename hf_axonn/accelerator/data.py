@@ -194,7 +194,9 @@ class DataMethods:
         """
         recursively_apply(_refuse_shards, tensor)
         if reduction == "max":  # accelerate 1.12 would sum
-            return recursively_apply(lambda value: reduce_(value.clone(), world_group(), op="max"), tensor)
+            return recursively_apply(
+                lambda value: reduce_(value.clone(), world_group(), op="max"), tensor, error_on_other_type=True
+            )
         if self._is_copy():
             tensor = recursively_apply(torch.zeros_like, tensor)
         total = super().reduce(tensor, "sum", scale)

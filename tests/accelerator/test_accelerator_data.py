@@ -160,6 +160,8 @@ def all_operations(grid: Grid | None) -> dict[str, object]:
     }
     # What stock accelerate 1.12 sums.
     assert grid is None or torch.equal(accelerator.reduce(own, reduction="max"), own + 10 * (dp_size - 1 - dp_rank))
+    with pytest.raises(TypeError, match="Unsupported types"):
+        accelerator.reduce(1.0, reduction="max")
     for inputs in (list("abcde"), torch.arange(5), {"a": list(range(5)), "b": torch.arange(5)}):
         for padding in (False, True):
             with accelerator.split_between_processes(inputs, apply_padding=padding) as part:
