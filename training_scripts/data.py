@@ -271,8 +271,9 @@ def load_documents(args: DataArguments, name: str) -> datasets.Dataset:
             f"{name} has a column position_ids, as packed rows have, and here a row is one document: give each "
             "document a row without that column, and --packing"
         )
-    for column in [name for name in OF_TOKENS if name in found.column_names] if tokenized else [args.text_column]:
-        refuse_gaps(found, column, name)
+    for column in OF_TOKENS if tokenized else (args.text_column,):
+        if column in found.column_names:
+            refuse_gaps(found, column, name)
     return as_pictures(found, decode=False) if "images" in found.column_names else found
 
 

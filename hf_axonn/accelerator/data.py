@@ -107,7 +107,8 @@ class DataMethods:
                 prepared = super().prepare_data_loader(
                     data_loader, device_placement=device_placement, slice_fn_for_dispatch=slice_fn_for_dispatch
                 )
-            keep_place(prepared)
+            if settings.use_stateful_dataloader:
+                keep_place(prepared)
             if not dispatch and generator is not None and self.axonn_mesh.size(*ROWS) == 1:
                 # Stock accelerate sees one process here, and nothing to synchronize.
                 prepared.synchronized_generator = generator

@@ -120,13 +120,14 @@ class Runs:
 
 def read_runs(job: Job, path: str, optimizer: str) -> Runs:
     """The records of a case."""
-    folder, name = Path(job.folder), f"{path}-{optimizer}"
-    many = [Record(folder / TOGETHER / name, rank) for rank in range(job.ranks)]
-    if path != "resumed":
-        return Runs(Record(folder / ALONE / name, 0), many)
-    name = f"trainer-{optimizer}"
-    whole = [Record(folder / TOGETHER / name, rank) for rank in range(job.ranks)]
-    return Runs(Record(folder / ALONE / name, 0), many, whole)
+    folder, resumed = Path(job.folder), path == "resumed"
+    uninterrupted = f"{'trainer' if resumed else path}-{optimizer}"
+
+    def read_ranks(name: str) -> list[Record]:
+        return [Record(folder / TOGETHER / name, rank) for rank in range(job.ranks)]
+
+    one = Record(folder / ALONE / uninterrupted, 0)
+    return Runs(one, read_ranks(f"{path}-{optimizer}"), read_ranks(uninterrupted) if resumed else [])
 
 
 def compare(job: Job, runs: Runs, path: str, optimizer: str) -> CaseResult:

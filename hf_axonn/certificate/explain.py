@@ -45,7 +45,6 @@ from hf_axonn.certificate.job import WITNESS, Job
 from hf_axonn.certificate.loading import load_saved
 from hf_axonn.certificate.mixture import describe_mixtures, describe_rounding, find_mixture, find_other_losses
 from hf_axonn.certificate.recording import Record
-from hf_axonn.certificate.rounding import Step
 from hf_axonn.certificate.shards import assemble
 from hf_axonn.certificate.steps import Steps
 
@@ -132,11 +131,11 @@ class Explainer:
 
     def _find_norm(self, begin: int) -> str:
         """Find a norm that is not that of the run's gradients, where one process has that of its own."""
-        for step in range(begin, self.job.steps + 1):
-            norms = [norm_at(record, step - 1) for record in (self.runs.one, *self.runs.many)]
+        for step in range(begin, self.job.steps + 1) if self.job.norms else ():
+            truth, *norms = (norm_at(record, step - 1) for record in (self.runs.one, *self.runs.many))
             gradients = [[self.runs.one.gradients(step)], [record.gradients(step) for record in self.runs.many]]
-            one, many = (Step(0.0, assemble(ranks)).norm for ranks in gradients)
-            for rank, norm in enumerate(norms[1:] if self.job.norms and close(norms[0], one) else ()):
+            one, many = (float(torch.nn.utils.get_total_norm([*assemble(ranks).values()])) for ranks in gradients)
+            for rank, norm in enumerate(norms if close(truth, one) else ()):
                 if not close(norm, many):
                     factor = name_factor(norm / many, self.factors)
                     return f"the norm of rank {rank} in step {step} is that of the gradients times {factor}"
@@ -147,6 +146,7 @@ class Explainer:
         return next((f"step {each.step} of rank {each.rank} has another learning rate" for each in wrong), "")
 
     def _find_standstill(self, begin: int) -> str:
+        """Find a step that one process makes and no rank."""
         for step in range(begin, self.job.steps + 1):
             moves = []
             for ranks in ([self.runs.one], self.runs.many):

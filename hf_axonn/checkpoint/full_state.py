@@ -23,7 +23,7 @@ from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.four_bit import FourBit
 from hf_axonn.engine.stage_tensors import whole_of_all_stages
-from hf_axonn.engine.state import parallel_state
+from hf_axonn.engine.state import ParallelState, parallel_state
 
 
 def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -94,6 +94,12 @@ def install_save_pretrained(model: nn.Module) -> None:
         vars(model)["push_to_hub"] = functools.partial(push_to_hub, model, push)
 
 
+def _divided_state(model: nn.Module) -> ParallelState | None:
+    """Return how a model lies on its grid, where ranks have parts of it and must call together; None for copies."""
+    state = parallel_state(model)
+    return state if state is not None and state.grid.size > state.grid.data else None
+
+
 def _save_pretrained(
     model: nn.Module,
     original: Callable[..., None],
@@ -115,12 +121,11 @@ def _save_pretrained(
             "distributed_checkpoint=True is not for a model on a grid: hf_axonn.save_sharded(model, DIR) writes its "
             "shards."
         )
-    state, waiting = parallel_state(model), contextlib.ExitStack()
+    state = None
     if state_dict is None or is_sharded(state_dict):
         state_dict = full_state_dict(model, state_dict)
-        if state is not None and state.grid.size > state.grid.data:
-            waiting.enter_context(raise_on_all_ranks(state.grid_mesh.device))
-    with waiting:
+        state = _divided_state(model)
+    with contextlib.nullcontext() if state is None else raise_on_all_ranks(state.grid_mesh.device):
         if world_rank() == 0 and is_main_process:
             quantizer = getattr(model, "hf_quantizer", None)  # which would put the model's own in its place
             own: dict[tuple[Any, str], Any] = {}
@@ -141,8 +146,8 @@ def push_to_hub(model: Any, original: Callable[..., Any], *args: Any, **kwargs: 
     Collectives: those of `model.save_pretrained`, and of `raise_on_all_ranks`; none on a grid of data alone, where
         each rank uploads, as in Transformers.
     """
-    state = parallel_state(model)
-    if state is None or state.grid.size == state.grid.data:
+    state = _divided_state(model)
+    if state is None:
         return original(*args, **kwargs)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, **{key: kwargs[key] for key in ("max_shard_size",) if key in kwargs})

@@ -100,8 +100,10 @@ def check_arguments(check: Callable[[Any, dict[str, Any]], None]) -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
-        config, name = parallelism_in_use()[0], "parallelism_config"
-        original(self, *args, **kwargs, **({} if config is None or name in given else {name: config}))
+        config, _ = parallelism_in_use()
+        if config is not None and "parallelism_config" not in given:
+            kwargs["parallelism_config"] = config
+        original(self, *args, **kwargs)
         check(self, given)
 
     __init__.checks_arguments = True  # type: ignore[attr-defined]

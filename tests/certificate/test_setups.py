@@ -84,7 +84,7 @@ def test_means_of_means_do_not_hide_a_row_that_is_seen_twice(tmp_path, inputs):
 
 @pytest.mark.slow
 def test_means_of_means_do_not_hide_what_is_made_of_gradients(tmp_path, inputs):
-    """What is clipped, the rate of a step, and whether there is one, are no matter of means."""
+    """The norm that clips, the rate of a step, and whether there is one, are no matter of means."""
     plan = plan_of(tmp_path, 2)
     job = script_on_one_process(tmp_path / "alone", plan, *words_of(of_script("accumulation"), inputs))
     named = {

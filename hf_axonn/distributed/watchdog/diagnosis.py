@@ -187,9 +187,10 @@ def _explain_hang(busy: Sequence[Account], accounts: Sequence[Account], limit: f
 def _lines(accounts: Sequence[Account], crashes: Mapping[int, Crash] | None = None) -> str:
     """List the ranks in each call, a line a call."""
     places: dict[str, list[int]] = {}
+    waits = {(each.call, each.patient) for each in accounts}
     for each in accounts:
         where = each.call or (each.stack[-1] if each.stack else "?")
-        if each.call and any(other.call == each.call and other.patient != each.patient for other in accounts):
+        if each.call and (each.call, not each.patient) in waits:  # one line for two places
             where += f", in {_caller(each)}"
         places.setdefault(f"{where}{each.last and f', after {each.last}'}", []).append(each.rank)
     for rank, crash in sorted((crashes or {}).items()):
