@@ -39,6 +39,8 @@ FINE, WARNED, REFUSED = 0, 1, 2
 GIB = 2**30
 WEIGHT_DTYPES = ("bfloat16", "float32")
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"}
+# Options of the memory of a model beside those without a default.
+USUAL = {"accumulation": 1, "weights": "float32", "optimizer": "adamw"}
 UNEVEN = 1.1  # a rank with a tenth more than its share is worth a word
 
 
@@ -67,12 +69,12 @@ def add_doctor(commands) -> None:
     add_own_code_option(parser)
     parser.add_argument("--batch", type=int, help="rows of a micro-batch, per_device_train_batch_size")
     parser.add_argument("--seq", type=int, help=f"tokens of a row; by default {SEQUENCE}, or what the model allows")
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
-    parser.add_argument("--weights", choices=WEIGHT_DTYPES, default="float32", help="dtype of the trained weights")
+    parser.add_argument("--accumulation", type=int, default=USUAL["accumulation"], help="micro-batches of a step")
+    parser.add_argument("--weights", choices=WEIGHT_DTYPES, default=USUAL["weights"], help="dtype of trained weights")
     parser.add_argument(
         "--optimizer",
         choices=OPTIMIZERS,
-        default="adamw",
+        default=USUAL["optimizer"],
         help="adamw_8bit: bitsandbytes' AdamW, as Trainer's optim; muon: torch's, for the layers' matrices",
     )
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing is on")
@@ -93,6 +95,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} is {value}: give a number above 0.")
     given = [name for name in ("batch", "seq", "checkpointing", "gpu_memory", "machine") if getattr(options, name)]
+    given += [name for name, usual in USUAL.items() if getattr(options, name) != usual]
     if given and options.model is None:
         raise ValueError(f"--{given[0].replace('_', '-')} goes with --model: without one no memory is counted.")
     if options.gpu_memory and options.machine:

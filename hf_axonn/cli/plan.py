@@ -42,6 +42,8 @@ from hf_axonn.profiling.read_shape import read_shape
 from hf_axonn.topology.axis_order import trim_order
 
 
+TOP = 10  # grids that are shown where nobody says
+
 # Parts of a step in the order in which they are stacked: compute in blues, communication in reds, else grey.
 PARTS = {
     "gemm": "#1f4e79",
@@ -81,7 +83,7 @@ def add_plan(commands) -> None:
         type=with_reason(number),
         help=f"tokens of a sequence; by default {SEQUENCE}, or what the model allows",
     )
-    parser.add_argument("--top", type=int, default=10, help="how many grids to show")
+    parser.add_argument("--top", type=int, help=f"how many grids to show, {TOP} by default")
     parser.add_argument("--weights", choices=dtypes, default="fp32", help="dtype of weights, gradients and moments")
     parser.add_argument("--activations", choices=dtypes, default="bf16", help="dtype of products")
     parser.add_argument("--reduce-dtype", choices=dtypes, help="as --fix reduce_dtype=")
@@ -137,8 +139,11 @@ def run_plan(options: argparse.Namespace) -> int:
     Raises:
         ValueError: an option is wrong or missing.
     """
-    if options.top < 1:
+    if options.top is not None and options.top < 1:
         raise ValueError(f"--top is {options.top}: give a number above 0.")
+    if options.sweep and options.top:
+        raise ValueError("--sweep shows the fastest grid of each number of GPUs: leave --top out.")
+    options.top = options.top or TOP
     if options.sweep and options.gpus:
         raise ValueError("--sweep stands in place of --gpus.")
     if not options.sweep and options.gpus is None:
@@ -162,6 +167,8 @@ def run_plan(options: argparse.Namespace) -> int:
     texts += [f"reduce_dtype={options.reduce_dtype}"] if options.reduce_dtype else []
     fixed = settings.parse_fixed(texts)
     given = {text.partition("=")[0] for text in texts}
+    if both := sorted(given & set(options.free)):
+        raise ValueError(f"--free {both[0]} lets the plan choose what --fix {both[0]}= sets: leave one of them out.")
     options.free = [name for name in (*settings.EXACT, *options.free) if name not in given]
     if options.base != "full" and not options.lora:
         raise ValueError(f"--base {options.base} goes with --lora RANK: weights of 4 bits are not trained.")

@@ -49,14 +49,24 @@ def sizes(grid: Grid) -> str:
 
 
 def header(job: Job, gpus: str) -> str:
-    """One line on the model, the machine and the batch."""
+    """One line on the model, the machine, the batch, and the options that are not the default."""
     count = job.shape.parameters()
     size = f"{count / 1e9:.1f} billion" if count >= 10**9 else f"{count / 1e6:.3g} million"
-    return (
-        f"{size} parameters on {gpus} of {job.machine.name}, "
-        f"{number_of(job.sequences, 'sequence')} of {job.seq:,} tokens a step"
-        + (f", LoRA of rank {job.lora}" if job.lora else "")
-        + {"full": "", "4bit": " on 4 bits", "4bit-double": " on 4 bits, double quantization"}[job.base]
+    options = {
+        f"LoRA of rank {job.lora}"
+        + {"full": "", "4bit": " on 4 bits", "4bit-double": " on 4 bits, double quantization"}[job.base]: job.lora,
+        "weights bf16": job.param_bytes == 2,
+        "activations fp32": job.compute_bytes == 4,
+        f"optimizer {job.optimizer}": job.optimizer != "adamw",
+        f"offload {job.offload}": job.offload != "none",
+        f"attention {job.attention}": job.attention is not None,
+    }
+    return ", ".join(
+        [
+            f"{size} parameters on {gpus} of {job.machine.name}",
+            f"{number_of(job.sequences, 'sequence')} of {job.seq:,} tokens a step",
+            *(text for text, holds in options.items() if holds),
+        ]
     )
 
 

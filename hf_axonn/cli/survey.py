@@ -74,6 +74,8 @@ def run_survey(options: argparse.Namespace) -> int:
     names = options.grids.split(",")
     if wrong := [name for name in names if name not in GRIDS]:
         raise ValueError(f"--grids: {wrong[0]} is none of {', '.join(GRIDS)}.")
+    if len(names) > len(set(names)):
+        raise ValueError(f"--grids: {max(names, key=names.count)} is given twice: leave one out.")
     output = Path(options.output or tempfile.mkdtemp(prefix="survey-"))
     make_new_folder(output)
     if options.trust_remote_code:
@@ -92,7 +94,7 @@ def run_survey(options: argparse.Namespace) -> int:
     print(f"equal to one process on {codes.count(EQUAL)} of {len(names)} grids")
     if not any(codes) and plan.untested:
         print("To train it so, write allow_untested: true into axonn_config of the launch file.")
-        if not options.trust_remote_code:
+        if not options.trust_remote_code and set(names) == set(GRIDS):
             print(f'It can stand among CHECKED of hf_axonn/architectures/table.py as "{config.model_type}".')
     return max(codes)
 

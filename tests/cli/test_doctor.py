@@ -152,6 +152,7 @@ def test_files_and_options_that_cannot_be(tmp_path, capsys):
         ([*command, "--batch", "0"], "--batch is 0"),
         ([*command, "--gpu-memory", "nan"], "--gpu-memory is nan"),
         ([*command[:3], "--gpu-memory", "80"], "--gpu-memory goes with --model"),
+        ([*command[:3], "--optimizer", "muon"], "--optimizer goes with --model"),
         ([*command, "--gpu-memory", "80", "--machine", "frontier"], "--gpu-memory stands in place of --machine front"),
         (["doctor", "--config", str(tmp_path / "other.yaml")], "cannot be read"),
         ([*command[:3], "--model", str(tmp_path / "nothing")], "is no model"),

@@ -62,8 +62,20 @@ def test_a_file_in_the_place_of_the_folder_is_refused_before_a_model_is_read(tmp
 def test_a_type_without_blocks_has_no_certificate(capsys):
     assert main(["survey", "xlnet"]) == 1
     assert "xlnet: no list of decoder layers with a block was found" in capsys.readouterr().out
-    assert main(["survey", "xlnet", "--grids", "x4"]) == 2
-    assert "--grids: x4 is none of x2, y2" in capsys.readouterr().err
+    for grids, message in (("x4", "--grids: x4 is none of x2, y2"), ("x2,y2,x2", "--grids: x2 is given twice")):
+        assert main(["survey", "xlnet", "--grids", grids]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_type_can_stand_in_the_table_where_all_grids_are_equal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(certificates, "certify", lambda *_, **__: (0, ["equal"]))
+    config = AutoConfig.for_model("xmod", num_hidden_layers=2, hidden_size=48, num_attention_heads=4, is_decoder=True)
+    config.save_pretrained(tmp_path / "model")
+    for grids, all_of_them in (("x2,z2", False), (",".join(GRIDS), True)):
+        assert main(["survey", str(tmp_path / "model"), "--output", str(tmp_path / grids), "--grids", grids]) == 0
+        printed = capsys.readouterr().out
+        assert "write allow_untested: true into axonn_config" in printed
+        assert ("It can stand among CHECKED" in printed) == all_of_them
 
 
 def test_a_folder_of_adapters_is_refused_with_the_base_model(tmp_path, capsys):

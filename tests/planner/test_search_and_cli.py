@@ -373,7 +373,7 @@ def test_adapters_are_planned(capsys):
     assert main(command) == 1
     assert main([*command, "--lora", "16"]) == 0
     printed = capsys.readouterr().out
-    assert "LoRA of rank 16" in printed and "one GPU\n" in printed
+    assert "a step, LoRA of rank 16, weights bf16\n" in printed and "one GPU\n" in printed
 
 
 def test_a_base_of_4_bits_is_planned(capsys):
@@ -499,6 +499,11 @@ def test_sizes_that_divide_nothing(axis, capsys):
         (["--sweep", "8..2"], "--sweep is '8..2'"),
         (["--sweep", "8..16", "--gpus", "8"], "--sweep stands in place of --gpus"),
         (["--gpus", "8", "--weak"], "--weak goes with --sweep"),
+        (["--sweep", "8..16", "--top", "3"], "--sweep shows the fastest grid of each number of GPUs: leave --top"),
+        (
+            ["--gpus", "8", "--free", "reduce_dtype", "--reduce-dtype", "fp32"],
+            "--free reduce_dtype lets the plan choose what --fix reduce_dtype= sets",
+        ),
         (["--gpus", "8", "--top", "0"], "--top is 0"),
         (["--gpus", "8", "--fix", "checkpoint=on"], "did you mean checkpointing?"),
         (["--gpus", "8", "--fix", "checkpointing=yes"], "checkpointing is on, off."),
