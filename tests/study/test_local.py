@@ -295,6 +295,23 @@ def test_bad_recipes_end_before_anything_starts(stand, capsys, old, new, message
     assert not stand.output.exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--submit", "--submit has no effect without --slurm: leave it out"),
+        ("--begin", "--begin has no effect without --step"),
+        ("--dry-run --hours 3", "--hours has no effect beside --dry-run"),
+        ("--status --only base-*", "--only has no effect beside --status"),
+        ("--slurm frontier --minutes 5", "--minutes has no effect beside --slurm"),
+        ("--plans frontier --status", "--status stands in place of --plans: leave one of them out"),
+        ("--minutes -3", "--minutes is -3.0: give a number above 0"),
+    ],
+)
+def test_options_without_effect_are_refused(tmp_path, capsys, words, message):
+    assert main(["smoke", "--output", str(tmp_path / "out"), *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_recipe_that_is_not_there(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hf-axonn study"])  # as `hf_axonn.cli.scripts` has it
     assert main(["nowhere"]) == 2

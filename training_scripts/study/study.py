@@ -12,6 +12,7 @@ Exit codes: 0 all is done, 1 a step failed, 2 nothing was started (the message s
 """
 
 import argparse
+import math
 import signal
 import sys
 from pathlib import Path
@@ -28,6 +29,15 @@ from hf_axonn_scripts.study.running.work import NotReady, begin, do_step, end, f
 
 
 RECIPES = Path(__file__).resolve().parent / "recipes"
+# Options that say what to do, and those that have an effect beside each; without any, the steps are done here.
+HERE = ("minutes", "only", "again")
+BESIDE: dict[str, tuple[str, ...]] = {
+    "plans": (),
+    "dry_run": ("all",),
+    "status": (),
+    "step": ("begin", "end", "failed"),
+    "slurm": ("only", "again", "submit", "gpus_per_node", "hours", "sbatch"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,6 +87,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def study(options: argparse.Namespace) -> int:
     """Make a study, or look at it; return the exit code."""
+    check_options(options)
     recipe = read_recipe(find(options.recipe))
     output = options.output or Path("runs/study") / recipe.name
     steps = steps_of(recipe, output)
@@ -104,6 +115,32 @@ def study(options: argparse.Namespace) -> int:
         return slurm.main(recipe, output, chosen, options)
     signal.signal(signal.SIGTERM, interrupt)
     return local.run(recipe, output, minutes=options.minutes, only=options.only)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ValueError where a number is out of range, or an option has no effect beside another or without one."""
+    for name in ("minutes", "hours", "gpus_per_node"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{_word(name)} is {value}: give a number above 0")
+    given = [
+        name
+        for name, value in vars(options).items()
+        if name not in ("recipe", "output") and value is not None and value is not False and value != []
+    ]
+    chosen = [name for name in BESIDE if name in given]
+    if len(chosen) > 1:
+        raise ValueError(f"{_word(chosen[1])} stands in place of {_word(chosen[0])}: leave one of them out")
+    for name in given:
+        if name not in chosen and name not in (BESIDE[chosen[0]] if chosen else HERE):
+            needed = [_word(other) for other, names in BESIDE.items() if name in names]
+            beside = f"beside {_word(chosen[0])}" if chosen else f"without {' or '.join(needed)}"
+            raise ValueError(f"{_word(name)} has no effect {beside}: leave it out")
+
+
+def _word(name: str) -> str:
+    """Return an option as it is typed."""
+    return f"--{name.replace('_', '-')}"
 
 
 def interrupt(*_: object) -> None:

@@ -95,10 +95,12 @@ def gpus_of(site: str, given: int | None) -> int:
     """Return the processes of a node: those that the site's script starts.
 
     Raises:
-        ValueError: the script leaves it to the user, who gives no number.
+        ValueError: the script leaves it to the user, who gives no number; or it does not, and there is another.
     """
     found = re.search(r"^export GPUS_PER_NODE=(\d+)$", (SCRIPTS / f"{site}.sh").read_text(), flags=re.MULTILINE)
     if found:
+        if given not in (None, int(found[1])):
+            raise ValueError(f"a node of --slurm {site} runs {found[1]} processes: leave --gpus-per-node {given} out")
         return int(found[1])
     if given is None:
         raise ValueError(f"--slurm {site} does not know the processes of a node: give --gpus-per-node")
