@@ -121,9 +121,12 @@ def load_rows(args: DataArguments, tokenizer, *, documents: datasets.Dataset | N
         documents: what `load_documents` returns for `args.data`, if that has been called; else it is called here.
         seed: decides which documents are held out.
     Raises:
-        ValueError: the data is not there, or has no documents, no text column, a bucket that is no number, or nothing
-            long enough to train on; documents with images do not fit the model (`to_image_rows`), or are to be packed.
+        ValueError: the data is not there, or has no documents, no text column, a bucket that is no number, no split
+            or configuration where one is named, or nothing long enough to train on; documents with images do not fit
+            the model (`to_image_rows`), or are to be packed.
     """
+    names = [name for name in (args.data, args.held_out_data) if name]
+    refuse_choices(names, split=args.split, config=args.data_config, of_texts=True)
     documents = load_documents(args, args.data) if documents is None else documents
     number = len(documents)
     buckets = read_buckets(documents, args.bucket_column, args.data)
@@ -241,6 +244,32 @@ def open_data(
     if len(found) == 0:
         raise ValueError(f"{name} holds no documents")
     return found
+
+
+def refuse_choices(names: Sequence[str], *, split: str, config: str | None = None, of_texts: bool) -> None:
+    """Refuse a split or a configuration that no data has, of which all would be taken in silence.
+
+    Args:
+        names: of the data, as `open_data` takes them.
+        split, config: what is chosen; the split train is there always.
+        of_texts: whether a folder that `datasets` did not write is one of .txt files.
+    Raises:
+        ValueError: it has no effect.
+    """
+    paths = [Path(name) for name in names]
+    splits = [
+        path
+        for path in paths
+        if not path.exists()
+        or (path / "dataset_dict.json").exists()
+        or (path.is_dir() and not of_texts and not (path / "state.json").exists())
+    ]
+    if split != "train" and not splits:
+        raise ValueError(f"{names[0]} has no splits, and all of it would be taken: leave --split {split} out")
+    if config is not None and all(path.exists() for path in paths):
+        raise ValueError(
+            f"{names[0]} has no configurations, as data sets of the hub have: leave --data_config {config} out"
+        )
 
 
 def refuse_gaps(rows: datasets.Dataset, column: str, name: str) -> None:

@@ -35,7 +35,7 @@ from hf_axonn_scripts.checks import (
     make_output,
     refuse_adapters,
 )
-from hf_axonn_scripts.data import check_share, open_data, refuse_gaps
+from hf_axonn_scripts.data import check_share, open_data, refuse_choices, refuse_gaps
 from hf_axonn_scripts.images import require_images
 
 
@@ -80,9 +80,11 @@ def load_rows(args: DataArguments, *, text_column: str = "text") -> Dataset:
         args: names the data.
         text_column: column of rows that are plain text.
     Raises:
-        ValueError: the data is not there or cannot be read, has no rows or no column that TRL reads, or a row lacks
-            it; a conversation is no list of turns; a row has no list of files, or a file of an image is not there.
+        ValueError: the data is not there or cannot be read, has no rows, no column that TRL reads, or no split where
+            one is named, or a row lacks its column; a conversation is no list of turns; a row has no list of files,
+            or a file of an image is not there.
     """
+    refuse_choices([args.data], split=args.split, of_texts=False)
     rows = open_data(args.data, split=args.split)
     forms = [["input_ids"], *([name] for name in CHATS), ["prompt", "completion"], [text_column]]
     form = next((columns for columns in forms if {*columns} <= {*rows.column_names}), None)

@@ -197,6 +197,23 @@ def test_places_without_data_are_named(tokenizer, tmp_path, cache, monkeypatch):
             data.load_rows(data.DataArguments(data=str(source)), tokenizer)
 
 
+def test_a_choice_that_the_data_do_not_offer_is_refused(tmp_path, tokenizer):
+    texts, saved = tmp_path / "texts", tmp_path / "saved"
+    texts.mkdir()
+    (texts / "a.txt").write_text("the fox and the dog")
+    lines = write_lines(tmp_path / "a.jsonl", [{"text": "the fox and the dog"}] * 2)
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["the dog and the fox"]})}).save_to_disk(saved)
+    datasets.Dataset.from_dict({"text": ["the fox"]}).save_to_disk(tmp_path / "one")
+    for source in (lines, texts, tmp_path / "one"):
+        with pytest.raises(ValueError, match=r"has no splits, and all of it would be taken: leave --split test out"):
+            data.load_rows(data.DataArguments(data=str(source), split="test"), tokenizer)
+        with pytest.raises(ValueError, match=r"has no configurations, .*: leave --data_config en out"):
+            data.load_rows(data.DataArguments(data=str(source), data_config="en"), tokenizer)
+    options = {"held_out_data": str(saved), "split": "test", "sequence_length": 4}  # of what is held out
+    assert data.load_rows(data.DataArguments(data=str(lines), **options), tokenizer).held_out_documents == 1
+    data.refuse_choices([str(texts)], split="test", of_texts=False)  # which `datasets` looks for in a folder
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
