@@ -125,7 +125,7 @@ def add_plan(commands) -> None:
     parser.add_argument(
         "--tokens", type=with_reason(number), help="tokens of the whole training, such as 2T: days and GPU hours"
     )
-    parser.add_argument("--price", type=_price, metavar="MONEY", help="of a GPU hour: what the training costs")
+    parser.add_argument("--price", type=_above_zero, metavar="MONEY", help="of a GPU hour: what the training costs")
     parser.add_argument("--overlap", action="store_true", help="what each overlap of communication gains")
     parser.add_argument("--sweep", metavar="FIRST..LAST", help="plans for FIRST, twice as many, up to LAST GPUs")
     parser.add_argument("--weak", action="store_true", help="with --sweep: the batch grows with the GPUs")
@@ -184,7 +184,7 @@ def run_plan(options: argparse.Namespace) -> int:
     return _sweep(options, job, counts) if options.sweep else _plan(options, job)
 
 
-def _price(text: str) -> float:
+def _above_zero(text: str) -> float:
     try:
         if 0 < float(text) < math.inf:
             return float(text)
@@ -366,9 +366,9 @@ def add_bench_links(commands) -> None:
     """Register `bench-links`."""
     parser = commands.add_parser("bench-links", help="measure this machine under torchrun and write a machine file")
     parser.add_argument("--output", required=True, help="the JSON file to write")
-    parser.add_argument("--seconds", type=float, default=60.0, help="most seconds to spend")
+    parser.add_argument("--seconds", type=_above_zero, default=60.0, help="most seconds to spend")
     parser.add_argument(
-        "--peak-tflops", type=float, help="advertised dense bf16 TFLOP/s of a GPU; by default that of its name"
+        "--peak-tflops", type=_above_zero, help="advertised dense bf16 TFLOP/s of a GPU; by default that of its name"
     )
 
 

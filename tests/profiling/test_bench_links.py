@@ -53,3 +53,7 @@ def test_bench_links_needs_torchrun(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert main(["bench-links", "--output", "this.json"]) == 2
     assert "start it as torchrun" in capsys.readouterr().err
+    for option, value in (("--peak-tflops", "0"), ("--seconds", "nan")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["bench-links", "--output", "this.json", option, value])
+        assert f"argument {option}: {value} is not a number above 0" in capsys.readouterr().err
