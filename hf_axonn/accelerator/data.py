@@ -8,7 +8,7 @@ them. The functions of `accelerate.utils` know of no grid: `gather` there gives 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +65,13 @@ class DataMethods:
     def is_last_process(self) -> bool:
         """Same as the stock property: true on one process."""
         return PartialState().is_last_process
+
+    def on_process(self, function: Callable | None = None, process_index: int | None = None) -> Callable:
+        """Decorate as the stock method; the function runs on one rank of the data-parallel rank `process_index`."""
+        if function is not None and not self.counts_processes:
+            runs = process_index == self.process_index and not self._is_copy()
+            process_index = PartialState().process_index if runs else None
+        return super().on_process(function, process_index)
 
     @contextlib.contextmanager
     def profile(self, profile_handler=None) -> Iterator:

@@ -158,6 +158,8 @@ def all_operations(grid: Grid | None) -> dict[str, object]:
         "infinite": accelerator.reduce(torch.tensor([float("inf"), 1.0])),
         "padded": accelerator.gather(accelerator.pad_across_processes(own[: 1 + dp_rank], pad_index=-1)),
     }
+    ran = accelerator.on_process(lambda: dp_rank, process_index=dp_size - 1)()
+    results["on_process"] = [place for place in accelerate.utils.gather_object([ran]) if place is not None]
     # What stock accelerate 1.12 sums.
     assert grid is None or torch.equal(accelerator.reduce(own, reduction="max"), own + 10 * (dp_size - 1 - dp_rank))
     with pytest.raises(TypeError, match="Unsupported types"):
