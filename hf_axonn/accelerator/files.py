@@ -103,7 +103,7 @@ class LoadMethods:
         if SCALER_NAME in manifest.files:
             self._load_scaler(directory)
         if "order" in state:  # not of 0.1.0
-            self.sample_order.resume(state["order"])
+            self.sample_order.resume(state["order"], prepared_loaders(self))
         self.step = state["step"]
 
     def _call_load_hooks(self, models: list[nn.Module], directory: Path) -> list[nn.Module]:
@@ -335,6 +335,8 @@ class FileMethods(LoadMethods):
 
     def _write_rest(self, save, names: list[str]) -> None:
         """Write accelerate's files beside models and optimizers: each rank its random state, rank 0 the rest."""
+        objects = registered_objects(self)
+        states = [registered.state_dict() for registered in objects]  # on every rank: one may gather what is sharded
         save_accelerator_state(
             str(save.stage),
             [],
@@ -347,9 +349,8 @@ class FileMethods(LoadMethods):
         save.claim(random_file(save.rank))
         if save.rank != 0:
             return
-        objects = registered_objects(self)
-        for index, registered in enumerate(objects):
-            save_values(registered.state_dict(), save.stage / custom_file(index), what=type(registered).__name__)
+        for index, (registered, values) in enumerate(zip(objects, states, strict=True)):
+            save_values(values, save.stage / custom_file(index), what=type(registered).__name__)
         if self.scaler is not None:
             save_values(self.scaler.state_dict(), save.stage / SCALER_NAME, what="the GradScaler")
         state = {
@@ -358,7 +359,7 @@ class FileMethods(LoadMethods):
             "schedulers": len(prepared_schedulers(self)),
             "objects": len(objects),
             "positions": save.grid.dp_size,  # the name of 0.1.0
-            "order": self.sample_order.state(),
+            "order": self.sample_order.state(prepared_loaders(self)),
         }
         (save.stage / STATE).write_text(json.dumps(state, indent=1))
 

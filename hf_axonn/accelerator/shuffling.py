@@ -8,7 +8,7 @@ loader has a generator of its own, here as there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -19,35 +19,31 @@ from torch.utils.data import RandomSampler
 
 
 class SampleOrder:
-    """The samplers of an Accelerator that shuffle, and what a saved state needs of them.
+    """The order in which the loaders of an Accelerator shuffle, and what a saved state needs of it.
 
     Attributes:
         shared: in the place of torch's global generator.
-        samplers: as they were prepared.
     """
 
     def __init__(self) -> None:
         self.shared = Generator()
         self.shared.set_state(torch.get_rng_state())
-        self.samplers: list[ResumableSampler] = []
 
     def adopt(self, sampler: RandomSampler, *, as_one_process: bool, resumable: bool) -> Generator:
         """Give a sampler a generator if it has none: the shared one, or its own, as accelerate on several processes.
 
         Torch's global generator moves alike on all ranks. If accelerate takes no other sampler in its place, it is
-        `resumable`, and remembered.
+        `resumable`.
         """
         by_seed = sampler.generator is None and as_one_process
         if sampler.generator is None:
             sampler.generator = self.shared if by_seed else _make_generator(None)
         if resumable and type(sampler) is RandomSampler:
             sampler.__class__ = ResumableSampler
-            own = cast(ResumableSampler, sampler)
-            own.by_seed = by_seed
-            self.samplers.append(own)
+            cast(ResumableSampler, sampler).by_seed = by_seed
         return sampler.generator
 
-    def state(self) -> list[dict[str, Any]]:
+    def state(self, loaders: Iterable[Any]) -> list[dict[str, Any]]:
         """Return, for JSON, each sampler's generator state now, and at the start of an open epoch."""
         open_ = [_sampler_of(loader) for loader in GradientState().dataloader_references]
         return [
@@ -56,17 +52,18 @@ class SampleOrder:
                 "now": _text(sampler.generator.get_state()),
                 "began": _text(sampler.began) if sampler in open_ else None,
             }
-            for sampler in self.samplers
+            for sampler in _samplers_of(loaders)
         ]
 
-    def resume(self, saved: list[dict[str, Any]]) -> None:
+    def resume(self, saved: list[dict[str, Any]], loaders: Iterable[Any]) -> None:
         """Continue from what `state` gave. An open epoch is the next one that begins by skipping batches.
 
         It keeps its order on any grid. Another number of samplers belongs to another script, and nothing is done.
         """
-        if len(saved) != len(self.samplers):
+        samplers = _samplers_of(loaders)
+        if len(saved) != len(samplers):
             return
-        for sampler, record in zip(self.samplers, saved, strict=True):
+        for sampler, record in zip(samplers, saved, strict=True):
             sampler.generator.set_state(_state(record["now"]))
             if record["began"] is not None:
                 sampler.resumed = _state(record["began"]), _state(record["now"]), record["by_seed"]
@@ -107,6 +104,12 @@ def _make_generator(source: Generator | None) -> Generator:
 def _skips(loader: Any) -> bool:
     batches = getattr(loader, "batch_sampler", None)
     return getattr(batches if isinstance(batches, SkipBatchSampler) else loader, "skip_batches", 0) > 0
+
+
+def _samplers_of(loaders: Iterable[Any]) -> list[ResumableSampler]:
+    """Return the resumable samplers of prepared loaders, each once, in the loaders' order."""
+    found = dict.fromkeys(_sampler_of(loader) for loader in loaders)
+    return [sampler for sampler in found if sampler is not None]
 
 
 def _sampler_of(loader: Any) -> Any:

@@ -39,10 +39,11 @@ class Counter:
     """Something that a script registers for checkpointing."""
 
     def __init__(self) -> None:
-        self.seen = 0
+        self.seen = self.states = 0
         self.average = torch.zeros(2)
 
     def state_dict(self) -> dict:
+        self.states += 1
         return {"seen": self.seen, "average": self.average, "nested": [1, "two", None]}
 
     def load_state_dict(self, state: dict) -> None:
@@ -372,6 +373,7 @@ def _naming(folder: Path) -> None:
     torch.distributed.barrier()
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["checkpoint_2", "checkpoint_3"]
+    assert run.counter.states == 4  # on every rank: it might gather what is sharded
     run.accelerator.load_state()
     assert run.counter.seen == 3
     run.accelerator.project_configuration.iteration = 3
@@ -401,6 +403,12 @@ def _naming(folder: Path) -> None:
     handles[1].remove()
     run.accelerator.load_state(str(folder / "hooked"))
     assert float(run.model.model.norm.weight.to_local().mean()) != 7
+
+    for _ in range(2):  # as where find_executable_batch_size tries once more
+        run.accelerator.free_memory()
+        run.accelerator.prepare(torch.nn.Linear(2, 2), DataLoader(list(range(8)), shuffle=True))
+    run.accelerator.save_state(str(folder / "again"))
+    assert len(json.loads((folder / "again" / "accelerator.json").read_text())["order"]) == 1
 
 
 def test_names_limits_and_hooks(tmp_path):

@@ -34,7 +34,7 @@ def seen(order, train, evaluation, epochs, *, skip=0, save_at=None):
         for number, batch in enumerate(loader, start=skip if loader is not train else 0):
             batches.append((epoch, number, batch.tolist()))
             if (epoch, number) == save_at:
-                saved = json.dumps(order.state())
+                saved = json.dumps(order.state((train, evaluation)))
         list(evaluation)
     return batches, saved
 
@@ -46,7 +46,7 @@ def test_an_epoch_goes_on_in_its_order(as_one_process, epoch, number):
     order, train, evaluation = started(as_one_process)
     list(evaluation)
     torch.manual_seed(99)
-    order.resume(json.loads(saved))
+    order.resume(json.loads(saved), (evaluation, train))
     rest, _ = seen(order, train, evaluation, range(epoch, 4), skip=number + 1)
     assert rest == [batch for batch in unbroken if batch[:2] > (epoch, number)]
     assert len({tuple(map(tuple, (b for e, _, b in unbroken if e == one))) for one in range(4)}) == 4
@@ -57,13 +57,13 @@ def test_a_new_epoch_has_a_new_order(as_one_process):
     """A state of the end of an epoch, and one that skips nothing."""
     order, train, evaluation = started(as_one_process)
     unbroken, _ = seen(order, train, evaluation, range(2))
-    saved = order.state()
+    saved = order.state((train, evaluation))
     assert saved[0]["began"] is None
     third, _ = seen(order, train, evaluation, [2])
     order, train, evaluation = started(as_one_process)
-    order.resume(saved)
+    order.resume(saved, (train, evaluation))
     assert seen(order, train, evaluation, [2])[0] == third
-    order.resume([its | {"began": its["now"]} for its in saved])
+    order.resume([its | {"began": its["now"]} for its in saved], (train, evaluation))
     assert seen(order, train, evaluation, [2])[0] == third
 
 
@@ -72,7 +72,7 @@ def test_an_open_epoch_keeps_its_order_on_another_grid(as_one_process):
     """Where the one shuffles as one process and the other as several; later epochs have orders of their own."""
     unbroken, saved = seen(*started(as_one_process), range(2), save_at=(1, 2))
     order, *loaders = started(not as_one_process)
-    order.resume(json.loads(saved))
+    order.resume(json.loads(saved), loaders)
     rest, _ = seen(order, *loaders, range(1, 4), skip=3)
     assert rest[:3] == [batch for batch in unbroken if batch[:2] > (1, 2)]
     for epoch in (2, 3):
