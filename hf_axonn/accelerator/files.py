@@ -130,16 +130,7 @@ class LoadMethods:
         for name in state["models"][1:]:
             if not re.fullmatch(r"model_\d+-[0-9a-f]+", name) or (directory / name).is_symlink():
                 raise ValueError(f"{directory / STATE} names {name}, which may lie outside of the checkpoint.")
-        have = {
-            "models": len(prepared_models(self)),
-            "schedulers": len(prepared_schedulers(self)),
-            "objects": len(registered_objects(self)),
-        }
-        saved = {**state, "models": len(state["models"])}
-        for kind, number in have.items():
-            if saved[kind] != number:
-                what = "registered objects" if kind == "objects" else kind
-                raise ValueError(f"{directory} holds {saved[kind]} {what}, but this run has {number}.")
+        self._refuse_other_numbers(directory, state | {"models": len(state["models"])})
         dp_size = self.axonn_plugin.grid.dp_size
         if self.use_stateful_dataloader and state["positions"] != dp_size:
             raise ValueError(
@@ -147,6 +138,16 @@ class LoadMethods:
                 f"data loaders are of no use with {dp_size}: use skip_first_batches, or load it on such a grid."
             )
         return state
+
+    def _refuse_other_numbers(self, directory: Path, saved: dict[str, int]) -> None:
+        """Compare how many objects of a kind a state has with how many this run has."""
+        for kind, what, objects in (
+            ("models", "models", prepared_models(self)),
+            ("schedulers", "schedulers", prepared_schedulers(self)),
+            ("objects", "registered objects", registered_objects(self)),
+        ):
+            if saved.get(kind, len(objects)) != len(objects):
+                raise ValueError(f"{directory} holds {saved[kind]} {what}, but this run has {len(objects)}.")
 
     def _follow_schedules(self, saved: int) -> None:
         """Continue schedules that were saved where a step of the optimizer was `saved` steps of the schedule.
@@ -168,13 +169,16 @@ class LoadMethods:
         if self.axonn_plugin.grid.size == 1:
             return super().load_state(str(directory), load_kwargs, **kwargs)
         models, optimizer_of = prepared_models(self), self._optimizer_of()
-        if not (directory / SAFE_WEIGHTS_NAME).is_file() and find_torch_folder(directory) is None:
+        weights = (directory / SAFE_WEIGHTS_NAME).is_file() or find_torch_folder(directory) is not None
+        if not (weights or state_hooks(self, saving=False)):  # a hook may have left the weights out
             raise ValueError(
                 f"{directory} holds no state of accelerator.save_state that is complete.{name_unread(directory)}"
             )
         if len(models) != 1:
             raise ValueError(f"{directory} was saved without a grid, which reads only one model of such a state.")
-        load_plain_weights(models[0], directory)
+        self._refuse_other_numbers(directory, {"objects": len([*directory.glob(custom_file("*"))])})
+        for model in self._call_load_hooks(models, directory):
+            load_plain_weights(model, directory)
         if 0 in optimizer_of:
             load_plain_optimizer(models[0], optimizer_of[0], directory, name=f"{OPTIMIZER_NAME}.bin")
         self.step = self._read_rest(directory, 0, load_kwargs).get("step", self.step)
@@ -369,7 +373,7 @@ def random_file(rank: int) -> str:
     return f"random_states_{rank}.pkl"
 
 
-def custom_file(index: int) -> str:
+def custom_file(index: int | str) -> str:
     """Return the name of accelerate's file of an object that `register_for_checkpointing` was given."""
     return f"custom_checkpoint_{index}.pkl"
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, load_checkpoint_in_model, set_seed
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -409,6 +409,38 @@ def _naming(folder: Path) -> None:
         run.accelerator.prepare(torch.nn.Linear(2, 2), DataLoader(list(range(8)), shuffle=True))
     run.accelerator.save_state(str(folder / "again"))
     assert len(json.loads((folder / "again" / "accelerator.json").read_text())["order"]) == 1
+    _plain_state(folder / "plain", run, before)
+
+
+def _plain_state(place: Path, run: Run, hook) -> None:
+    """The hooks see a state of stock accelerate, too, and it may not hold more objects than the run."""
+    run.accelerator.free_memory()
+    model = run.accelerator.prepare(torch.nn.Linear(2, 2))
+    if run.accelerator.is_main_process:
+        place.mkdir()
+        (place / "notes.txt").write_text("written by a hook")
+        torch.save(run.counter.state_dict(), place / "custom_checkpoint_0.pkl")
+    dist.barrier()
+    handle = run.accelerator.register_load_state_pre_hook(hook)
+    run.accelerator.load_state(str(place))  # without weights, of which a hook took care when it was saved
+    handle.remove()
+    with pytest.raises(ValueError, match="holds no state of accelerator.save_state"):
+        run.accelerator.load_state(str(place))
+    dist.barrier()
+    if run.accelerator.is_main_process:
+        save_file(
+            {name: torch.full_like(value, 7) for name, value in torch.nn.Linear(2, 2).state_dict().items()},
+            place / "model.safetensors",
+        )
+    dist.barrier()
+    run.accelerator.load_state(str(place))
+    assert float(model.weight.mean()) == 7
+    dist.barrier()
+    if run.accelerator.is_main_process:
+        shutil.copy(place / "custom_checkpoint_0.pkl", place / "custom_checkpoint_1.pkl")
+    dist.barrier()
+    with pytest.raises(ValueError, match="holds 2 registered objects, but this run has 1"):
+        run.accelerator.load_state(str(place))
 
 
 def test_names_limits_and_hooks(tmp_path):
