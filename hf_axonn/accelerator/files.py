@@ -28,6 +28,7 @@ from accelerate import PartialState
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, SCALER_NAME
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_axonn.accelerator.shuffling import SampleOrder
 from hf_axonn.accelerator.training import GridScheduler
@@ -54,7 +55,7 @@ from hf_axonn.compat.accelerate import (
     state_hooks,
 )
 from hf_axonn.compat.replaced import replace_attributes
-from hf_axonn.compat.torch import refuse_pickle
+from hf_axonn.compat.torch import refuse_pickle, tensors_in
 from hf_axonn.distributed.collectives import barrier, leave_world, world_rank
 from hf_axonn.engine.state import parallel_state
 
@@ -238,9 +239,9 @@ class FileMethods(LoadMethods):
         """Save as the stock method.
 
         Raises:
-            ValueError: the object is a state dict with shards; on every rank that has them.
+            ValueError: the object holds shards, be it in lists and dicts; on every rank that has them.
         """
-        if isinstance(obj, dict) and is_sharded(obj):
+        if any(isinstance(tensor, DTensor) for tensor in tensors_in(obj)):
             refuse_pickle()
         super().save(obj, f, safe_serialization=safe_serialization)  # type: ignore[misc]  # of Accelerator
 

@@ -505,9 +505,9 @@ def _whole_models(folder: Path, grids: list[Grid]) -> None:
         for shards in (model.state_dict(), {"model": model.state_dict(), "step": 3}, model.lm_head.weight):
             with pytest.raises(ValueError, match="saved as it is .* get its tensors on rank 0 with"):
                 torch.save(shards, io.BytesIO())
-        for safe in (False, True):
-            with pytest.raises(ValueError, match="this rank has only its shard"):
-                accelerator.save(model.state_dict(), place / "shards.bin", safe_serialization=safe)
+            for safe in (False, True):
+                with pytest.raises(ValueError, match="this rank has only its shard"):
+                    accelerator.save(shards, place / "shards.bin", safe_serialization=safe)
         (place / "model").mkdir(exist_ok=True, parents=True)
         for older in ("model.safetensors", "model-00001-of-00099.safetensors", "mine.safetensors"):
             (place / "model" / older).touch()
