@@ -128,10 +128,13 @@ class DataMethods:
                 )
             if seedable is not None:
                 make_seedable(data_loader, seedable, settings.data_seed)
+            elif sampler is not None:
+                self.sample_order.adopt(sampler, as_one_process=True, resumable=True)
             prepared = dispatching_loader(
                 data_loader,
                 self.axonn_mesh,
                 split_batches=self.split_batches,
+                generator=self.sample_order.shared,
                 device=self.device if placed else None,
                 slice_fn=slice_fn_for_dispatch,
                 non_blocking=self.non_blocking,

@@ -34,6 +34,7 @@ def dispatching_loader(
     mesh: GridMesh,
     *,
     split_batches: bool,
+    generator: torch.Generator,
     device: torch.device | None,
     slice_fn: Callable | None = None,
     non_blocking: bool = False,
@@ -44,6 +45,7 @@ def dispatching_loader(
         loader: plain; on the other ranks it is not read.
         mesh: of the grid. It has dp_size = data * z / context.
         split_batches: whether a batch of `loader` is divided among the data-parallel ranks, or each of them gets one.
+        generator: of which `loader` draws for its workers, before the sampler does for an epoch.
         device: of the batches; None leaves them where they travel, on this rank's own.
         slice_fn: takes (batch, slice, process_index=, num_processes=); accelerate's `slice_tensors` if None.
         non_blocking: of copies to the device.
@@ -57,6 +59,7 @@ def dispatching_loader(
             f"split_batches with a batch size of {loader.batch_size}: it must be divisible by data * z / context = "
             f"{dp_size}."
         )
+    loader.generator = generator
     return DataLoaderShard(
         DispatchedBatches(loader, mesh, split_batches=split_batches, slice_fn=slice_fn or slice_tensors),
         device=device,
@@ -90,7 +93,6 @@ class DispatchedBatches(IterableDataset):
         self.loader, self.device = loader, mesh.device
         self.split_batches, self.slice_fn = split_batches, slice_fn
         self.dp_size, self.dp_rank, self.reads = mesh.size(*ROWS), mesh.index(*ROWS), mesh.rank == 0
-        loader.generator = None  # if that is the sampler's, the loader would draw from it before the sampler does
         self._random = torch.get_rng_state()
 
     def __len__(self) -> int:

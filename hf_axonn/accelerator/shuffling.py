@@ -17,6 +17,8 @@ from accelerate.state import GradientState
 from torch import Generator
 from torch.utils.data import RandomSampler
 
+from hf_axonn.accelerator.dispatching import DispatchedBatches
+
 
 class SampleOrder:
     """The order in which the loaders of an Accelerator shuffle, and what a saved state needs of it.
@@ -114,7 +116,8 @@ def _samplers_of(loaders: Iterable[Any]) -> list[ResumableSampler]:
 
 def _sampler_of(loader: Any) -> Any:
     """Return the resumable sampler of a prepared loader, which may skip batches; None if it has none."""
-    found = loader
+    dataset = getattr(loader, "dataset", None)
+    found = dataset.loader if isinstance(dataset, DispatchedBatches) else loader
     while found is not None and not isinstance(found, ResumableSampler):
         inner = getattr(found, "batch_sampler", None)
         found = getattr(found, "sampler", None) if inner is None else inner

@@ -229,6 +229,20 @@ def _dispatching(grids: list[Grid]) -> None:
         skipping = skip_first_batches(loader, 1)
         skipping.set_epoch(1)
         assert plain(list(skipping)) == second[1:] != first[1:], grid
+    batches, saved = [], []
+    for resumed in (False, True):  # in the middle of the second epoch
+        torch.manual_seed(5)
+        accelerator = with_loaders(FOUR_RANKS[0], dispatch_batches=True)
+        loader = accelerator.prepare(DataLoader(list(range(24)), batch_size=2, shuffle=True))
+        if resumed:
+            accelerator.sample_order.resume(saved, [loader])
+            assert plain(list(skip_first_batches(loader, 2))) == batches[2:]
+            continue
+        list(loader)
+        for batch in loader:
+            batches.append(plain(batch))
+            if len(batches) == 2:
+                saved = accelerator.sample_order.state([loader])
     accelerator = with_loaders(FOUR_RANKS[0], dispatch_batches=True)
     ragged = DataLoader([torch.arange(row + 1) for row in range(4)], batch_size=1)
     with pytest.raises(RuntimeError, match="rank 0, which reads for all, failed: .*dispatch_batches=False"):
