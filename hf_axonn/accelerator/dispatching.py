@@ -74,7 +74,7 @@ def rows_read(loader: Any) -> int | None:
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, DispatchedBatches):
         with contextlib.suppress(TypeError):
-            return len(cast(Sized, dataset.loader.dataset))
+            return dataset.total_length
     return None
 
 
@@ -100,6 +100,11 @@ class DispatchedBatches(IterableDataset):
         if self.split_batches:
             return batches
         return batches // self.dp_size if self.loader.drop_last else math.ceil(batches / self.dp_size)
+
+    @property
+    def total_length(self) -> int:
+        """Count the rows: accelerate's `total_dataset_length` of the loader."""
+        return len(cast(Sized, self.loader.dataset))
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers and the data set the epoch, as accelerate does for a loader of its own."""

@@ -208,6 +208,7 @@ def _dispatching(grids: list[Grid]) -> None:
             accelerator = with_loaders(grid, dispatch_batches=True, split_batches=split)
             loader = accelerator.prepare(loaders()["map"])
             whole = plain(list(loader))
+            assert loader.total_dataset_length == ROWS
             for skip in (skip_first_batches, accelerator.skip_first_batches):
                 skipping = skip(loader, 2)
                 gathered = [accelerator.gather_for_metrics(batch)["row"] for batch in skipping]

@@ -520,6 +520,11 @@ def _whole_models(folder: Path, grids: list[Grid]) -> None:
         with pytest.raises(SaveError, match="a file was not saved: rank 0: FileExistsError"):
             accelerator.save_model(model, place / "a file")
         accelerator.save_model(model, place / "one file")
+        name, first = next(model.named_parameters())
+        with torch.no_grad():
+            first.zero_()
+        load_checkpoint_in_model(model, str(place / "one file"))
+        assert torch.equal(first.detach().full_tensor(), tiny_model(kind).state_dict()[name])
         accelerator.save_model(model, place / "pickled", safe_serialization=False)
         # As scripts of Accelerate's examples end, older ones of Transformers in this order.
         accelerator.end_training()
