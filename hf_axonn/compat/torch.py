@@ -173,16 +173,27 @@ def as_parameter(tensor: DTensor, requires_grad: bool) -> torch.nn.Parameter:
 
 
 @functools.cache
-def set_shards_by_data() -> None:
+def set_shards_by_data(shard_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
     """Let `parameter.data = other` of a DTensor on an `unnamed_mesh` have the effect that it has on a plain tensor:
     torch changes what the DTensor says of itself, as its dtype, and leaves the shard. Once.
 
+    Args:
+        shard_like: makes this rank's shard of a full plain tensor.
+    Raises (then): ValueError: a plain tensor has not the shape of the full parameter.
     Collectives then: where `other` lies otherwise on the mesh, those of `redistribute`.
     """
     data: Any = torch.Tensor.data
 
     def set_data(tensor: DTensor, value: torch.Tensor) -> None:
         own, grid = tensor._spec, grid_of(tensor.device_mesh)
+        if grid is not None and not isinstance(value, DTensor):
+            if value.shape != tensor.shape:
+                raise ValueError(
+                    f"the data of a parameter of shape {list(tensor.shape)} that is sharded over a grid is to be a "
+                    f"tensor of shape {list(value.shape)}: give a full tensor, of which each rank takes its shard, "
+                    "or a DTensor; parameter.to_local() is this rank's shard, to be changed in place."
+                )
+            value = shard_like(value, tensor)
         if grid is not None and isinstance(value, DTensor) and value.device_mesh is own.mesh:
             value = cast(DTensor, value.detach()).redistribute(placements=own.placements)
         data.__set__(tensor, value)

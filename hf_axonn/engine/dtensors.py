@@ -50,6 +50,13 @@ def shard_of(tensor: Tensor, placements: Sequence[Placement], mesh: GridMesh) ->
     return tensor[local_slices(tensor.shape, placements, mesh)]
 
 
+def shard_like(full: Tensor, other: DTensor) -> DTensor:
+    """Return this rank's shard of a full tensor, the same on all ranks, which lies as `other` does. No
+    communication."""
+    shard = full[mesh_slices(full.shape, other.placements, other.device_mesh)]
+    return lie_as(shard.clone(memory_format=torch.contiguous_format), other)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor: of a DTensor what all ranks of its mesh have together, by its gather or reduction."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -92,8 +99,7 @@ def take_shards(model: nn.Module, state_dict: dict, prefix: str, *_) -> None:
     for key, value in state_dict.items():
         own = parameters.get(key.removeprefix(prefix)) if key.startswith(prefix) else None
         if isinstance(own, DTensor) and not isinstance(value, DTensor) and own.shape == value.shape:
-            shard = shard_of(value, own.placements, model.axonn.grid_mesh).clone(memory_format=torch.contiguous_format)
-            state_dict[key] = lie_as(shard, own)
+            state_dict[key] = shard_like(value, own)
 
 
 def shard_placements(kind: WeightKind, grid: Grid, *, transposed: bool = False) -> list[Placement]:

@@ -43,7 +43,7 @@ from hf_axonn.distributed.collectives import broadcast_all, world_rank
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, model_facts, versions
 from hf_axonn.distributed.mesh import HEADS, grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
-from hf_axonn.engine.dtensors import take_shards, whole_number
+from hf_axonn.engine.dtensors import shard_like, take_shards, whole_number
 from hf_axonn.engine.loss_scaling import check_gradients_together
 from hf_axonn.engine.optimizer_steps import step_on_shards
 from hf_axonn.engine.parameter_counts import get_memory_footprint, num_parameters
@@ -231,7 +231,7 @@ def _prepare_process() -> None:
     """Let torch, optimizers and PEFT of this process meet sharded parameters. Changes no model."""
     quiet_redistribution()
     read_whole_values()
-    set_shards_by_data()
+    set_shards_by_data(shard_like)
     refuse_saves_by_threads_on_default_group()
     meet_plain_tensors(whole_number)
     total_norm_by(norm_of_all)

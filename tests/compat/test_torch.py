@@ -35,3 +35,7 @@ def test_data_of_a_sharded_parameter_can_be_set():
         full = torch.arange(24.0).view(6, 4)
         weight.data = DTensor.from_local(full, weight.device_mesh, [Replicate()], run_check=False)
         assert torch.equal(weight.to_local(), full[:3]) and weight.requires_grad
+        weight.data = -full
+        assert torch.equal(weight.to_local(), -full[:3]) and weight.shape == full.shape and weight.requires_grad
+        with pytest.raises(ValueError, match=r"shape \[6, 4\] .* a tensor of shape \[3, 4\]: give a full tensor"):
+            weight.data = full[:3]
