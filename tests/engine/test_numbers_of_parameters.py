@@ -156,9 +156,35 @@ def _refused() -> None:
         torch.zeros(131, 48).add_(head.detach(), alpha=0.1)
     average = head.detach().clone().add_(head.detach(), alpha=0.5)
     assert torch.equal(average.to_local(), head.to_local() * 1.5)
+    _write_to_parts()
     model, _ = parallelize(tiny_model("llama").train(), Grid(pipe=2))
     message = refused(lambda: torch.zeros(()) + PENALTIES["squares"](model))
     assert "the parameters of its own stages only" in message and "weight_decay" in message
+
+
+@torch.no_grad()
+def _write_to_parts() -> None:
+    """What a script writes to parts of weights and gradients is written on all ranks, or refused."""
+    for grid in TWO:
+        truth = torch.arange(35.0).view(7, 5)
+        weight = parallelize(nn.Linear(5, 7), grid)[0].weight
+        weight.data, weight.grad = truth, weight * 0
+        for own in (truth, weight):
+            own[:2] = 0
+            own.data[-3:] = own[1:4].mean(dim=0)
+            own[torch.tensor([1, 6]), 2:4] = torch.tensor([8.0, 9.0])
+            own[own > 30] = -1.0
+            own.t()[1] = 3.0
+            own[4] = 2 * own[5]
+        weight.grad[3:] = 1
+        assert torch.equal(weight.full_tensor(), truth) and weight.grad.sum().item() == 20
+        for part in (weight.data[5:, 2:], weight.grad.t()[1:, 1:]):
+            message = refused(part.zero_)
+            assert message == refused(operator.imul, part, 2).replace("imul", "zero_")
+            assert "the tensor would not change" in message and "weight.grad[:8] = 0" in message
+        with torch.enable_grad():
+            assert "torch.no_grad()" in refused(operator.setitem, weight, 0, 1.0)
+        weight.to_local().detach()[:1].zero_()
 
 
 def test_what_cannot_be_says_so() -> None:
