@@ -136,6 +136,24 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def returns_gradient(node: torch.autograd.graph.Node) -> bool:
+    """Called in the backward pass of a node that leads to a leaf: return whether the pass returns the gradient of that
+    leaf (`torch.autograd.grad`), and leaves its `.grad` as it is."""
+    try:
+        torch._C._will_engine_execute_node(node.next_functions[0][0])
+    except RuntimeError:  # torch has no other answer
+        return True
+    return False
+
+
+def take_gradient_hooks(parameter: torch.nn.Parameter, former: torch.nn.Parameter) -> None:
+    """Let hooks of another parameter (`register_hook`, `register_post_accumulate_grad_hook`) be called of this one,
+    for as long as their handles keep them."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(former, name):
+            setattr(parameter, name, getattr(former, name))
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Called in a backward pass: have a function called when the pass is over, if it gets there."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

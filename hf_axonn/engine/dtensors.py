@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hf_axonn.compat.torch import as_parameter, grid_of, lie_as, like_dtensor, placement_of, shard_in
+from hf_axonn.compat.torch import (
+    as_parameter,
+    grid_of,
+    lie_as,
+    like_dtensor,
+    placement_of,
+    returns_gradient,
+    shard_in,
+    take_gradient_hooks,
+)
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.topology.grid import WEIGHT_AXES, Grid, GridPosition
 from hf_axonn.topology.local_slices import slices_at
@@ -89,6 +98,7 @@ def distribute_parameter(parameter: nn.Parameter, placements: Sequence[Placement
     tensor = DTensor.from_local(shard, mesh.storage_mesh, placements, run_check=False, shape=full.shape, stride=stride)
     sharded = as_parameter(tensor, parameter.requires_grad)
     sharded.__dict__.update(parameter.__dict__)
+    take_gradient_hooks(sharded, parameter)
     parameter.sharded_as = sharded  # for an optimizer that was made on it
     return sharded
 
@@ -123,6 +133,8 @@ def shard_of_parameter(
     parameter: DTensor,
     view: Callable[[Tensor], Tensor] | None = None,
     finish: Callable[[Tensor], Tensor] | None = None,
+    *,
+    share: bool = False,
 ) -> Tensor:
     """Return this rank's part of a DTensor, in the graph where gradients are wanted. No communication.
 
@@ -131,24 +143,32 @@ def shard_of_parameter(
     Args:
         view: how the part is seen; of its own shape if None.
         finish: makes of the gradient that arrives the one that is returned, in the shape of the part.
+        share: whether that is this rank's share of the gradient alone, which is yet to be averaged.
+    Raises (in backward): RuntimeError: it is a share, and `torch.autograd.grad` would return it.
     """
     if torch.is_grad_enabled() and parameter.requires_grad:
-        return _ToLocal.apply(parameter, view, finish)
+        return _ToLocal.apply(parameter, view, finish, share)
     shard = shard_in(parameter)
     return shard if view is None else view(shard)
 
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, parameter, view, finish):
-        ctx.placement, ctx.finish = placement_of(parameter), finish
+    def forward(ctx, parameter, view, finish, share):
+        ctx.placement, ctx.finish, ctx.share = placement_of(parameter), finish, share
         shard = shard_in(parameter).detach()  # another tensor: what a Function returns becomes part of the graph
         return shard if view is None else view(shard)
 
     @staticmethod
     def backward(ctx, grad):
+        if ctx.share and returns_gradient(ctx):
+            raise RuntimeError(
+                "torch.autograd.grad of parameters that every rank of a grid holds, as norms and biases: it would "
+                "return this rank's share of their gradients, which are averaged in .grad only. Call loss.backward() "
+                "and, in a loop without Accelerate, hf_axonn.sync_gradients(model), and read parameter.grad."
+            )
         grad = grad if ctx.finish is None else ctx.finish(grad)
-        return like_dtensor(grad, ctx.placement), None, None
+        return like_dtensor(grad, ctx.placement), None, None, None
 
 
 def replicated_local(parameter: nn.Parameter, mesh: GridMesh, partial_axes: tuple[str, ...]) -> Tensor:
@@ -161,7 +181,8 @@ def replicated_local(parameter: nn.Parameter, mesh: GridMesh, partial_axes: tupl
     factor = mesh.size(*partial_axes)
     if not isinstance(parameter, DTensor):
         return scale_gradient(parameter, factor) if parameter.requires_grad else parameter
-    return shard_of_parameter(parameter, finish=None if factor == 1 else partial(torch.mul, other=factor))
+    finish = None if factor == 1 else partial(torch.mul, other=factor)
+    return shard_of_parameter(parameter, finish=finish, share=factor > 1 or mesh.size("data", "z") > 1)
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -282,6 +282,35 @@ def test_second_derivatives_are_refused():
             torch.autograd.grad(model(value).sum(), value, create_graph=True)
 
 
+def test_shares_of_gradients_are_not_returned_by_autograd_grad():
+    """Of a bias they are averaged in `.grad` only; what is whole is returned."""
+    value = torch.ones(1, 4, requires_grad=True)
+    with fake_world(2):
+        model, _ = parallelize(nn.Sequential(nn.Linear(4, 4)), Grid(z=2))
+        with pytest.raises(RuntimeError, match=r"this rank's share .* hf_axonn.sync_gradients\(model\)"):
+            torch.autograd.grad(model(value).sum(), list(model.parameters()))
+        torch.autograd.grad(model(value).sum(), [value, model[0].weight])
+        model(value).sum().backward(inputs=[model[0].bias])
+        assert torch.equal(model[0].bias.grad.to_local(), torch.ones(4))
+        model, _ = parallelize(nn.Sequential(nn.Linear(4, 4)), Grid(x=2))
+        (gradient,) = torch.autograd.grad(model(value).sum(), model[0].bias)
+        assert torch.equal(gradient.to_local(), torch.ones(4))
+
+
+def test_hooks_of_parameters_stay_when_they_are_sharded():
+    called = []
+    plain = nn.Linear(4, 4)
+    mask = plain.weight.register_hook(lambda grad: 0 * grad)
+    plain.bias.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter.grad))
+    with fake_world(2):
+        model, _ = parallelize(nn.Sequential(plain), Grid(z=2))
+        for once_more in (True, False):
+            model(torch.ones(1, 4)).sum().backward()
+            assert (model[0].weight.grad.to_local() == 0).all() == once_more
+            assert called.pop() is model[0].bias.grad
+            mask.remove()
+
+
 def test_a_gathered_weight_is_in_no_graph_of_an_earlier_pass():
     with fake_world(2):
         mesh = grid_mesh(Grid(data=2), "cpu")
