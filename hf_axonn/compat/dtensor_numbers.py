@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from hf_axonn.compat.torch import grid_of
 
@@ -51,6 +51,8 @@ def meet_plain_tensors(whole: Callable[[DTensor], torch.Tensor]) -> None:
     for name in ("add_", "sub_"):
         operator = getattr(torch.ops.aten, name).Tensor
         handlers[operator] = functools.partial(_in_place, handlers)
+    for operator in (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList):
+        handlers[operator] = functools.partial(_sum_of, handlers)
 
 
 def _in_place(handlers: dict, operator: Any, args: tuple, kwargs: dict) -> Any:
@@ -75,11 +77,59 @@ def _in_place(handlers: dict, operator: Any, args: tuple, kwargs: dict) -> Any:
     if alike and grid_of(own.device_mesh) and own.device_mesh is other.device_mesh:
         operator(own._local_tensor, other._local_tensor, *args[2:], **kwargs)
         return own
-    handlers.pop(operator, None)  # for torch's own way
+    return _by_torch(handlers, operator, args, kwargs)
+
+
+def _by_torch(handlers: dict, operator: Any, args: tuple, kwargs: dict) -> Any:
+    """Call an operator in torch's own way, without its handler here."""
+    handler = handlers.pop(operator, None)
     try:
         return operator(*args, **kwargs)
     finally:
-        handlers[operator] = functools.partial(_in_place, handlers)
+        if handler is not None:
+            handlers[operator] = handler
+
+
+def _sum_of(handlers: dict, operator: Any, args: tuple, kwargs: dict) -> Any:
+    """Sums of what ranks hold as parts of norms or as largest values: torch sums the parts."""
+    summand = args[0]
+    parts = [placement for placement in summand.placements if placement.is_partial()]
+    # The class of parts of norms is another one.
+    if grid_of(summand.device_mesh) and any(type(part) is not Partial or part.reduce_op != "sum" for part in parts):
+        with torch.no_grad():  # autograd is above
+            whole = [Replicate() if placement.is_partial() else placement for placement in summand.placements]
+            args = (summand.redistribute(placements=whole), *args[1:])
+    return _by_torch(handlers, operator, args, kwargs)
+
+
+@functools.cache
+def draw_alike(shard_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    """Let random numbers for a DTensor on an `unnamed_mesh` of CPUs, as of `parameter.normal_()` and `randn_like`, be
+    those of the full tensor by this rank's generator: torch has each rank draw for its own shard, the same numbers for
+    all where generators are alike. On GPUs torch does so by itself. Once.
+
+    Args:
+        shard_like: makes this rank's shard of a full plain tensor.
+    """
+    handlers: dict = DTensor._op_dispatcher._custom_op_handlers
+
+    def draw(operator: Any, args: tuple, kwargs: dict) -> Any:
+        own = args[0]
+        if not grid_of(own.device_mesh) or own._local_tensor.device.type != "cpu":
+            return _by_torch(handlers, operator, args, kwargs)
+        with torch.no_grad():
+            full = operator(torch.empty(own.shape, dtype=own.dtype), *args[1:], **kwargs)
+            drawn = shard_like(full, own)
+        if not operator._schema.is_mutable:
+            return drawn
+        own._local_tensor.copy_(drawn._local_tensor)
+        return own
+
+    aten = torch.ops.aten
+    for operator in (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float):
+        handlers[operator] = draw
+    for operator in (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default):
+        handlers[operator] = draw
 
 
 # torch's own, whatever `total_norm_by` has put in their place

@@ -26,7 +26,7 @@ from hf_axonn.architectures.plan import ShardingPlan, plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
 from hf_axonn.checkpoint.hf_loader import let_ranks_read_alone
-from hf_axonn.compat.dtensor_numbers import meet_plain_tensors, total_norm_by
+from hf_axonn.compat.dtensor_numbers import draw_alike, meet_plain_tensors, total_norm_by
 from hf_axonn.compat.dtensor_parts import write_to_parts
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.peft import without_peft, wrapped_modules
@@ -234,6 +234,7 @@ def _prepare_process() -> None:
     read_whole_values()
     set_shards_by_data(shard_like)
     write_to_parts(shard_like)
+    draw_alike(shard_like)
     refuse_saves_by_threads_on_default_group()
     meet_plain_tensors(whole_number)
     total_norm_by(norm_of_all)

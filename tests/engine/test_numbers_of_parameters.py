@@ -157,6 +157,7 @@ def _refused() -> None:
     average = head.detach().clone().add_(head.detach(), alpha=0.5)
     assert torch.equal(average.to_local(), head.to_local() * 1.5)
     _write_to_parts()
+    _draw_alike()
     model, _ = parallelize(tiny_model("llama").train(), Grid(pipe=2))
     message = refused(lambda: torch.zeros(()) + PENALTIES["squares"](model))
     assert "the parameters of its own stages only" in message and "weight_decay" in message
@@ -185,6 +186,27 @@ def _write_to_parts() -> None:
         with torch.enable_grad():
             assert "torch.no_grad()" in refused(operator.setitem, weight, 0, 1.0)
         weight.to_local().detach()[:1].zero_()
+
+
+@torch.no_grad()
+def _draw_alike() -> None:
+    """Random numbers are those of one process with the same seed; sums of norms are those of whole norms."""
+    for grid in TWO:
+        truth, other = nn.Linear(5, 7), parallelize(nn.Linear(5, 7), grid)[0]
+        drawn = []
+        for linear in (truth, other):
+            torch.manual_seed(2)
+            weight = linear.weight
+            nn.init.trunc_normal_(weight, std=0.3)
+            linear.bias.uniform_(-1, 1)
+            weight.add_(torch.randn_like(weight), alpha=torch.rand_like(linear.bias).sum().item())
+            weight.mul_(torch.empty_like(weight).bernoulli_(0.7))
+            with torch.enable_grad():
+                penalty = weight.norm(dim=0).sum() + weight.norm(dim=1).sum() + weight.abs().amax(dim=0).sum(dim=0)
+                (gradient,) = torch.autograd.grad(penalty, weight)
+            drawn.append([weight.detach(), linear.bias.detach(), penalty.detach(), gradient])
+        for expected, found in zip(*drawn, strict=True):
+            torch.testing.assert_close(found.full_tensor(), expected)
 
 
 def test_what_cannot_be_says_so() -> None:
