@@ -227,6 +227,9 @@ class _Average:
     def __init__(self, model: nn.Module, state: ParallelState) -> None:
         self.state = state
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        new = [parameter for parameter in self.trained if not isinstance(parameter, DTensor)]
+        if 0 < len(new) < len(self.trained):
+            state.check_new(new)
         self.over_data: list[_Bucket] = []
         self.over_stage: list[_Bucket] = []
         self._of: dict[int, _Bucket] = {}

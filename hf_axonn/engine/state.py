@@ -136,6 +136,9 @@ class ParallelState:
         """Note what runs in place of a module's forward (layers/)."""
         self.sharded_layers[module] = layer
 
+    def check_new(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Check trained parameters that were not sharded with the model, and came into it later."""
+
     def set_elsewhere(self, counts: dict[str, Counted]) -> None:
         """Note what only other stages of a pipeline have, by name."""
         self.elsewhere = counts

@@ -100,6 +100,26 @@ class ShardedModel(ParallelState):
         self.attention_axes = [axes[name] for name, _ in model.named_modules() if name in attentions]
         self._work_axes = axes
 
+    def check_new(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse trained parameters that came into decoder layers after the model was sharded, over x and y. No
+        communication.
+
+        Raises:
+            ValueError: ranks of x and y use one on tokens of their own, and each has another part of its gradient.
+        """
+        if self.grid_mesh.size("x", "y") == 1:
+            return
+        new = set(map(id, parameters))
+        for index, layer in enumerate(self.layers):
+            for name, module in layer.named_modules():
+                if module not in self.sharded_layers and any(id(own) in new for own in module._parameters.values()):
+                    raise ValueError(
+                        f"decoder layer {index} has a new {type(module).__name__} {name} with trained parameters, "
+                        f"since the model was sharded over {self.grid}: each rank of x and y uses it on its own "
+                        "tokens, and has another part of its gradients. Put it in before hf_axonn.parallelize, or "
+                        "freeze it (requires_grad_(False)); adapters come by PEFT."
+                    )
+
     def heads_of(self, block: BlockPlan) -> Heads | None:
         """Return how the heads of attention or of a mixer are divided; None where there are none."""
         return Heads.divide(block.query, block.kv, self.grid_mesh) if block.query else None

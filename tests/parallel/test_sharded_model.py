@@ -5,7 +5,9 @@ import copy
 import pytest
 from torch import nn
 
+from hf_axonn import parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
+from hf_axonn.compat.torch import fake_world
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.report import Report
 from hf_axonn.parallel.install import _install_heads
@@ -72,3 +74,16 @@ def test_a_module_of_peft_is_new_once():
     assert sharded_model(model) is None
     model.axonn = state
     assert sharded_model(model) is state
+
+
+def test_new_parameters_in_decoder_layers_are_refused_where_ranks_have_other_tokens():
+    with fake_world(2):
+        model, _ = parallelize(tiny_model("llama", num_hidden_layers=1), Grid(x=2))
+        model.model.norm.weight = nn.Parameter(model.model.norm.weight.to_local())
+        model.lm_head = nn.Linear(48, 131)
+        sync_gradients(model)
+        model.model.layers[0].mlp = nn.Linear(48, 48)
+        with pytest.raises(ValueError, match="layer 0 has a new Linear mlp .* before hf_axonn.parallelize"):
+            sync_gradients(model)
+        model.model.layers[0].mlp.requires_grad_(False)
+        sync_gradients(model)
