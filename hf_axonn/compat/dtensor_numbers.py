@@ -51,6 +51,8 @@ def meet_plain_tensors(whole: Callable[[DTensor], torch.Tensor]) -> None:
     for name in ("add_", "sub_"):
         operator = getattr(torch.ops.aten, name).Tensor
         handlers[operator] = functools.partial(_in_place, handlers)
+    # Of each gradient, under torch.autograd.detect_anomaly: whether this rank's part has a NaN.
+    handlers[torch.ops.aten._is_any_true.default] = lambda operator, args, kwargs: operator(args[0]._local_tensor)
     for operator in (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList):
         handlers[operator] = functools.partial(_sum_of, handlers)
 

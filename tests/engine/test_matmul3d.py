@@ -290,7 +290,10 @@ def test_shares_of_gradients_are_not_returned_by_autograd_grad():
         with pytest.raises(RuntimeError, match=r"this rank's share .* hf_axonn.sync_gradients\(model\)"):
             torch.autograd.grad(model(value).sum(), list(model.parameters()))
         torch.autograd.grad(model(value).sum(), [value, model[0].weight])
-        model(value).sum().backward(inputs=[model[0].bias])
+        with torch.autograd.detect_anomaly():
+            model(value).sum().backward(inputs=[model[0].bias])
+            with pytest.raises(RuntimeError, match="nan values"):
+                (model(value) * torch.nan).sum().backward(inputs=[model[0].weight])
         assert torch.equal(model[0].bias.grad.to_local(), torch.ones(4))
         model, _ = parallelize(nn.Sequential(nn.Linear(4, 4)), Grid(x=2))
         (gradient,) = torch.autograd.grad(model(value).sum(), model[0].bias)
