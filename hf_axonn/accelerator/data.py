@@ -71,7 +71,8 @@ class DataMethods:
         if function is not None and not self.counts_processes:
             runs = process_index == self.process_index and not self._is_copy()
             process_index = PartialState().process_index if runs else None
-        return super().on_process(function, process_index)
+        stock: Any = super()
+        return stock.on_process(function, process_index)
 
     @contextlib.contextmanager
     def profile(self, profile_handler=None) -> Iterator:

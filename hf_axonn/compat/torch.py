@@ -139,8 +139,9 @@ def backward_pass() -> int:
 def returns_gradient(node: torch.autograd.graph.Node) -> bool:
     """Called in the backward pass of a node that leads to a leaf: return whether the pass returns the gradient of that
     leaf (`torch.autograd.grad`), and leaves its `.grad` as it is."""
+    leaf: Any = node.next_functions[0][0]
     try:
-        torch._C._will_engine_execute_node(node.next_functions[0][0])
+        torch._C._will_engine_execute_node(leaf)
     except RuntimeError:  # torch has no other answer
         return True
     return False
