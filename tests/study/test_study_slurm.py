@@ -19,7 +19,7 @@ import pytest
 
 from hf_axonn_scripts.study.recipe.reader import read_recipe
 from hf_axonn_scripts.study.recipe.steps import steps_of
-from hf_axonn_scripts.study.running.slurm import arrays_of, dependencies, write_scripts
+from hf_axonn_scripts.study.running.slurm import arrays_of, dependencies, gpus_of, write_scripts
 from tests.helpers import ROOT
 from tests.study.conftest import FOLDER
 from tests.study.smoke import write_smoke
@@ -235,9 +235,8 @@ def test_a_grid_that_fills_no_nodes_is_refused(cluster):
     done = study_py(cluster, recipe_for(cluster), "--slurm", "frontier")
     assert done.returncode == 2
     assert "has 4 processes, but a node runs 8: write a multiple of 8" in done.stderr
-    done = study_py(cluster, recipe_for(cluster), "--slurm", "frontier", "--gpus-per-node", "4")
-    assert done.returncode == 2
-    assert "a node of --slurm frontier runs 8 processes: leave --gpus-per-node 4 out" in done.stderr
+    with pytest.raises(ValueError, match="a node of --slurm frontier runs 8 processes: leave --gpus-per-node 4 out"):
+        gpus_of("frontier", 4)
     done = study_py(cluster, recipe_for(cluster), "--slurm", "cluster")
     assert done.returncode == 2 and "does not know the processes of a node: give --gpus-per-node" in done.stderr
     assert not list((cluster / "jobs").iterdir())
