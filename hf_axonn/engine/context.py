@@ -94,6 +94,8 @@ class PassContext:
     Attributes:
         rows: the rows whose positions are divided over context in this pass (`with_rows`); None where they are whole.
         tokens: the batch that passes through the decoder layers (`enter_layers`); None outside of them.
+        lone: hidden states of a single token as they came to the layers (`enter_layers`): their shape is that of a
+            rank's part, too; None of more tokens.
         in_forward: whether a forward pass of the whole model is under way (`begin_forward`).
         wants_gradients: whether the last pass began with gradients on (`begin_forward`).
         defer_head: whether the head leaves its logits to the loss in this pass, in training with labels
@@ -121,6 +123,7 @@ class PassContext:
         z = mesh.size("z")
         self.rows: Rows | None = None
         self.tokens: Tokens | None = None
+        self.lone: Tensor | None = None
         self.in_forward = False
         self.wants_gradients = False
         self.averaging = GradientAveraging()
@@ -153,7 +156,7 @@ class PassContext:
             defer_head: the head of it leaves its logits to the loss.
         """
         self.in_forward, self.defer_head = whole_model, defer_head
-        self.tokens = None  # an exception may have ended a pass in its layers
+        self.leave_layers()  # an exception may have ended a pass in them
         self.wants_gradients = torch.is_grad_enabled()
         if self.wants_gradients:
             self.averaging.begin_pass()
@@ -166,20 +169,21 @@ class PassContext:
 
     def end_forward(self) -> None:
         """End a forward pass of the whole model."""
-        self.tokens, self.defer_head, self.in_forward = None, False, False
+        self.leave_layers()
+        self.defer_head = self.in_forward = False
 
     def enter(self, group: Sequence[ShardedWeight]) -> None:
         """Note that a forward pass has come to these weights."""
         if torch.is_grad_enabled() and not in_backward():
             self.gradient_schedule.enter(group)
 
-    def enter_layers(self, tokens: Tokens) -> None:
-        """Note the batch that has come to the decoder layers."""
-        self.tokens = tokens
+    def enter_layers(self, tokens: Tokens, *, hidden: Tensor | None = None) -> None:
+        """Note the batch that has come to the decoder layers, as `hidden` where states of it may be wanted."""
+        self.tokens, self.lone = tokens, hidden if tokens.count == 1 else None
 
     def leave_layers(self) -> None:
         """Note that the batch has left the decoder layers."""
-        self.tokens = None
+        self.tokens = self.lone = None
 
     def with_tokens(self, tokens: Tokens | None) -> AbstractContextManager[None]:
         """Set `tokens` inside: a layer that is recomputed needs those of its own first pass."""

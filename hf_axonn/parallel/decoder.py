@@ -16,7 +16,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -74,12 +74,12 @@ def _layer(
     """
     hidden, args, kwargs = split_hidden_states(args, kwargs)
     if first:
-        hidden = state.as_residual(hidden)
+        came, hidden = hidden, state.as_residual(hidden)
         tokens = state.tokens_of(hidden)
         if plan.borrows and not torch.is_grad_enabled():
             # The decoder may drop tokens between layers where nobody asks for their logits.
             tokens = replace(tokens, sharded=False, features=0)
-        state.context.enter_layers(tokens)
+        state.context.enter_layers(tokens, hidden=came)
         if tokens.sharded:
             hidden = take_tokens(hidden, tokens, state.grid_mesh)
     tokens, mesh = state.context.tokens, state.grid_mesh
@@ -235,8 +235,9 @@ def _decoder(state: ShardedModel, decoder: nn.Module, ended: bool, original: Cal
     if isinstance(output, dict):
         output["last_hidden_state"] = last(output["last_hidden_state"])
         if output.get("hidden_states") is not None:
+            ends = [state.context.lone, *([output["last_hidden_state"]] if ended else [])]
             states = output["hidden_states"]
-            output["hidden_states"] = tuple(each if _is_whole(each, tokens) else full(each) for each in states)
+            output["hidden_states"] = tuple(each if _is_whole(each, tokens, ends) else full(each) for each in states)
         _gather_routers(state, output, tokens)
     elif any(isinstance(value, tuple) for value in output):
         raise ValueError(
@@ -250,11 +251,14 @@ def _decoder(state: ShardedModel, decoder: nn.Module, ended: bool, original: Cal
     return output
 
 
-def _is_whole(hidden: Tensor | None, tokens: Tokens) -> bool:
+def _is_whole(hidden: Tensor | None, tokens: Tokens, ends: Sequence[Tensor | None]) -> bool:
     """Return whether hidden states are those of all tokens, as what comes out of the embedding, or were not requested:
-    `output_hidden_states` may name some."""
+    `output_hidden_states` may name some. Of a single token, whose part has the same shape, `ends` are whole: what came
+    to the layers, and what left them so."""
     if hidden is None:
         return True
+    if tokens.count == 1:  # a checkpoint may hold another tensor over the same storage
+        return any(end is not None and hidden.data_ptr() == end.data_ptr() for end in ends)
     leading = hidden.shape[-3:-1] if tokens.copies_first else hidden.shape[:2]
     return leading == (tokens.batch, tokens.seq) and hidden.shape[-1] == (tokens.features or hidden.shape[-1])
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from hf_axonn import Grid, parallelize
 from hf_axonn.architectures.plan import plan_for
+from hf_axonn.compat.torch import fake_world
+from hf_axonn.parallel import decoder
 from hf_axonn.parallel.decoder import install_decoder
 from tests.benchmarks.architectures.tiny_configs import tiny_model as surveyed_model
 from tests.helpers.float64 import Float64
@@ -61,6 +63,17 @@ def test_what_layers_return_is_whole() -> None:
                 assert (own is None) == (state is None), name
                 if state is not None:
                     torch.testing.assert_close(own, state, rtol=1e-10, atol=1e-10)
+
+
+def test_states_of_a_single_token_are_gathered_as_those_of_several(monkeypatch) -> None:
+    """A rank's part of it has the shape of the whole; only what came to the layers is whole."""
+    gathered: list[Tensor] = []
+    monkeypatch.setattr(decoder, "gather_tokens", lambda hidden, *_: gathered.append(hidden) or hidden)
+    with fake_world(2):
+        model, _ = parallelize(tiny_model("llama").train(), Grid(x=2))
+        for tokens in (1, 4):
+            states = model(input_ids=torch.ones(1, tokens, dtype=torch.long), output_hidden_states=True).hidden_states
+            assert [any(state is part for part in gathered) for state in states] == [False, True, True], tokens
 
 
 def test_layers_that_are_left_out_at_random_are_refused_in_training() -> None:
