@@ -131,7 +131,8 @@ class LoadMethods:
         for name in state["models"][1:]:
             if not re.fullmatch(r"model_\d+-[0-9a-f]+", name) or (directory / name).is_symlink():
                 raise ValueError(f"{directory / STATE} names {name}, which may lie outside of the checkpoint.")
-        self._refuse_other_numbers(directory, state | {"models": len(state["models"])})
+        kinds = {"models": len(state["models"]), "schedulers": state["schedulers"], "objects": state["objects"]}
+        self._refuse_other_numbers(directory, kinds)
         dp_size = self.axonn_plugin.grid.dp_size
         if self.use_stateful_dataloader and state["positions"] != dp_size:
             raise ValueError(
@@ -147,7 +148,7 @@ class LoadMethods:
             ("schedulers", "schedulers", prepared_schedulers(self)),
             ("objects", "registered objects", registered_objects(self)),
         ):
-            if saved.get(kind, len(objects)) != len(objects):
+            if kind in saved and saved[kind] != len(objects):
                 raise ValueError(f"{directory} holds {saved[kind]} {what}, but this run has {len(objects)}.")
 
     def _follow_schedules(self, saved: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from hf_axonn.compat.torch import grid_of
 
@@ -95,13 +95,16 @@ def _by_torch(handlers: dict, operator: Any, args: tuple, kwargs: dict) -> Any:
 def _sum_of(handlers: dict, operator: Any, args: tuple, kwargs: dict) -> Any:
     """Sums of what ranks hold as parts of norms or as largest values: torch sums the parts."""
     summand = args[0]
-    parts = [placement for placement in summand.placements if placement.is_partial()]
-    # The class of parts of norms is another one.
-    if grid_of(summand.device_mesh) and any(type(part) is not Partial or part.reduce_op != "sum" for part in parts):
+    if grid_of(summand.device_mesh) and any(map(_is_no_sum, summand.placements)):
         with torch.no_grad():  # autograd is above
             whole = [Replicate() if placement.is_partial() else placement for placement in summand.placements]
             args = (summand.redistribute(placements=whole), *args[1:])
     return _by_torch(handlers, operator, args, kwargs)
+
+
+def _is_no_sum(placement: Placement) -> bool:
+    """Return whether ranks hold parts of something else than a sum; the class of parts of norms is another one."""
+    return placement.is_partial() and (type(placement) is not Partial or placement.reduce_op != "sum")
 
 
 @functools.cache
@@ -128,9 +131,8 @@ def draw_alike(shard_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
         return own
 
     aten = torch.ops.aten
-    for operator in (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float):
-        handlers[operator] = draw
-    for operator in (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default):
+    in_place = (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float)
+    for operator in (*in_place, aten.rand_like.default, aten.randn_like.default, aten.randint_like.default):
         handlers[operator] = draw
 
 

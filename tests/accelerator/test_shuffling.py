@@ -63,7 +63,7 @@ def test_a_new_epoch_has_a_new_order(as_one_process):
     order, train, evaluation = started(as_one_process)
     order.resume(saved, (train, evaluation))
     assert seen(order, train, evaluation, [2])[0] == third
-    order.resume([its | {"began": its["now"]} for its in saved], (train, evaluation))
+    order.resume([record | {"began": record["now"]} for record in saved], (train, evaluation))
     assert seen(order, train, evaluation, [2])[0] == third
 
 

@@ -283,7 +283,7 @@ def test_second_derivatives_are_refused():
 
 
 def test_shares_of_gradients_are_not_returned_by_autograd_grad():
-    """Of a bias they are averaged in `.grad` only; what is whole is returned."""
+    """Refuse those of a bias, which are averaged in `.grad` only; whole gradients are returned."""
     value = torch.ones(1, 4, requires_grad=True)
     with fake_world(2):
         model, _ = parallelize(nn.Sequential(nn.Linear(4, 4)), Grid(z=2))

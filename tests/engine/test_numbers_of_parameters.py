@@ -165,7 +165,7 @@ def _refused() -> None:
 
 @torch.no_grad()
 def _write_to_parts() -> None:
-    """What a script writes to parts of weights and gradients is written on all ranks, or refused."""
+    """Write to parts of weights and gradients: all ranks have the change, or it is refused."""
     for grid in TWO:
         truth = torch.arange(35.0).view(7, 5)
         weight = parallelize(nn.Linear(5, 7), grid)[0].weight

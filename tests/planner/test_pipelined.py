@@ -203,11 +203,10 @@ def test_many_gpus_are_faster_with_a_pipeline():
 
 
 @pytest.mark.parametrize(
-    # 2.9, 7.1 and 12.4 million when this was written; of the second 7.5 with more settings, and 7.9 on 2026-11-28.
-    ("gpus", "pipes", "ranked", "most"),
+    ("gpus", "pipes", "ranked", "most"),  # 2.9, 7.1 and 12.4 million when this was written, 7.5 with more settings
     [
         (1024, [8], 30, 3_100_000),
-        pytest.param(32768, [1, 32], 700, 8_200_000, marks=pytest.mark.slow),
+        pytest.param(32768, [1, 32], 700, 7_800_000, marks=pytest.mark.slow),
         pytest.param(32768, None, 1000, 15_000_000, marks=pytest.mark.slow),
     ],
     ids=["one", "two", "any"],

@@ -59,6 +59,9 @@ class Volume(NamedTuple):
     payload: int | Fraction
 
 
+NOTHING = Volume(0, 0)
+
+
 class Ledger:
     """The collectives of one rank on a grid, added up by `LedgerKey`.
 
@@ -78,7 +81,7 @@ class Ledger:
         axes = tuple([axis for axis in AXES if axis in axes and getattr(self.grid, axis) > 1])
         if axes and calls:
             key = LedgerKey(phase, kind, axes)
-            before = self.entries.get(key, Volume(0, 0))
+            before = self.entries.get(key, NOTHING)
             self.entries[key] = Volume(before.calls + calls, before.payload + payload)
 
     def _join_parts(self, axes: Collection[str]) -> Collection[str]:
